@@ -1,0 +1,3 @@
+"""Prefill/decode disaggregation for LLM inference."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,160 @@
+"""Configuration of a service: one YAML file, overridden by flags.
+
+Every section is a frozen pydantic model that refuses unknown keys, so a typing error is an error. `EngineConfig` is
+what one engine receives: the pool's settings and the model's, nothing about the rest of the cluster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
+
+from pd_service.errors import ConfigError
+
+Role = Literal["prefill", "decode", "mixed"]
+PoolRole = Literal["prefill", "decode"]
+PlaneName = Literal["memory", "shm", "tcp"]
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 2**20  # on every gRPC client and server of ours; a prompt of 2 million tokens is under 8 MB
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSettings(_Section):
+    """What every engine of a service shares, so that KV can move between them."""
+
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    max_model_len: Annotated[int, Field(ge=2)] | None = None  # tokens; None: what the model states
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 256  # token budget of one step
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64  # requests that may own blocks at once
+    max_waiting: Annotated[int, Field(ge=0)] = 256  # requests that may wait for blocks; one more is refused
+    lease_s: Annotated[float, Field(gt=0)] = 10.0  # a ticket's life without renewal
+    pull_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # from a pull's start to its end
+    planes: Annotated[tuple[PlaneName, ...], Field(min_length=1)] = ("memory", "shm", "tcp")  # best first
+
+
+class PoolSettings(_Section):
+    """One pool. `replicas` engines, each with `num_cpus` of Ray's CPUs and `threads` torch threads."""
+
+    replicas: Annotated[int, Field(ge=0)] = 1
+    num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    threads: Annotated[int, Field(ge=1)] = 1
+    kv_cache_bytes: ByteSize = ByteSize(2**30)
+
+
+class Pools(_Section):
+    prefill: PoolSettings = PoolSettings()
+    decode: PoolSettings = PoolSettings()
+
+
+class RetrySettings(_Section):
+    """How long the story of a request goes round before it gives up."""
+
+    max_failures: Annotated[int, Field(ge=0)] = 8  # failures in a row without a new token
+    backoff_s: Annotated[float, Field(ge=0)] = 0.05  # doubled after each failure in a row
+    max_backoff_s: Annotated[float, Field(ge=0)] = 1.0
+    engine_wait_s: Annotated[float, Field(ge=0)] = 120.0  # for an engine of an empty pool to appear
+
+
+class GatewaySettings(_Section):
+    grpc: str = "127.0.0.1:50051"  # host:port; port 0 takes a free one
+    http: str = "127.0.0.1:8000"
+    max_requests: Annotated[int, Field(ge=1)] = 1024  # live at once; one more is refused
+    local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 0  # prompts up to this go to a decode engine alone; 0: none
+    retry: RetrySettings = RetrySettings()
+
+
+class RaySettings(_Section):
+    address: str | None = None  # of a running Ray cluster; None: start a local one
+
+
+class ServiceConfig(_Section):
+    """The whole service."""
+
+    model: str = "demo"  # a local Hugging Face directory, or "demo"
+    served_model_name: str | None = None  # None: the directory's name
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu"] = "cpu"
+    engine: EngineSettings = EngineSettings()
+    pools: Pools = Pools()
+    gateway: GatewaySettings = GatewaySettings()
+    ray: RaySettings = RaySettings()
+
+    @model_validator(mode="after")
+    def _budget_feeds_every_request(self) -> ServiceConfig:
+        engine = self.engine
+        if engine.max_num_batched_tokens < engine.max_num_seqs:
+            raise ValueError(
+                f"engine.max_num_batched_tokens ({engine.max_num_batched_tokens}) must be at least "
+                f"engine.max_num_seqs ({engine.max_num_seqs}), or some running request would never get its token"
+            )
+        return self
+
+    def engine_config(self, role: Role, model_dir: Path) -> EngineConfig:
+        pool = self.pools.prefill if role == "prefill" else self.pools.decode
+        return EngineConfig(
+            role=role,
+            model_dir=model_dir,
+            dtype=self.dtype,
+            device=self.device,
+            threads=pool.threads,
+            kv_cache_bytes=pool.kv_cache_bytes,
+            settings=self.engine,
+        )
+
+
+class EngineConfig(_Section):
+    """One engine."""
+
+    role: Role
+    model_dir: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu"] = "cpu"
+    threads: int = 1
+    kv_cache_bytes: ByteSize = ByteSize(2**30)
+    settings: EngineSettings = EngineSettings()
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
+    """The configuration in `path` (or the defaults) with `overrides`, whose keys are dotted ("pools.decode.replicas").
+
+    Raises ConfigError with every offending key.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: expected a mapping at the top, found {type(loaded).__name__}")
+        tree = loaded or {}
+    for dotted, value in overrides.items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{path}: {parent!r} must be a mapping to override {dotted!r}")
+        node[leaf] = value
+    try:
+        return ServiceConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(describe(error)) from error
+
+
+def describe(error: ValidationError) -> str:
+    """One line per offending field: its dotted name, what is wrong, what was given."""
+    lines = []
+    for e in error.errors():
+        name = ".".join(str(part) for part in e["loc"]) or "configuration"
+        given = "" if e["type"] in ("extra_forbidden", "missing") else f" (given: {e['input']!r})"
+        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"]
+        lines.append(f"{name}: {what}{given}")
+    return "; ".join(lines)

@@ -1,0 +1,132 @@
+"""What a request is, between client input and engine: values only, no behaviour.
+
+`SamplingParams` is the single place where limits on sampling are written down; every door builds one and turns a
+refusal into `InvalidRequest`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, NewType
+
+from pydantic import BaseModel, ConfigDict, Field
+
+RequestId = NewType("RequestId", str)
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(BaseModel):
+    """How tokens are chosen and when to stop, as the client asked.
+
+    The limits are those of the OpenAI API, which clients rely on; `top_k`, `min_p`, `stop_token_ids` and
+    `ignore_eos` carry the names and meaning they have in vLLM.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
+
+
+class FinishReason(Enum):
+    """Why a request ended. PREFILLED is internal: the engine has done its part and a ticket takes over."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    PREFILLED = "prefilled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSampling:
+    """Sampling as the engine needs it: seed drawn, every ending token id listed."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The right to read the KV blocks of `num_tokens` tokens from the engine that holds them.
+
+    `token_digest` is BLAKE2b-128 over those token ids as little-endian uint32, so that the reader notices a ticket
+    for other tokens than its own.
+    """
+
+    address: str
+    incarnation: str
+    lease_id: str
+    num_tokens: int
+    token_digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One attempt at a request, as submitted to one engine."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    max_new_tokens: int
+    sampling: EngineSampling
+    prefill_only: bool = False
+    ticket: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one token and of the `top` most likely ones, best first: (token id, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTimes:
+    """Durations on one engine's clock, in milliseconds; the fields are those of the wire message of that name."""
+
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+    received_ms: float = 0.0
+    wire_ms: float = 0.0
+    confirm_ms: float = 0.0
+    kv_bytes: int = 0
+    plane: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """What an engine says about one request after one step; with `finish` it is the last word."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    ticket: Ticket | None = None
+    times: EngineTimes | None = None
+    error: Exception | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Snapshot of an engine for the router; blocks are those of the attention type that is shortest."""
+
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0

@@ -1,0 +1,173 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReaderMessage(_message.Message):
+    __slots__ = ("hello", "open", "renew", "confirm", "drop")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    CONFIRM_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    hello: ReaderHello
+    open: OpenTicket
+    renew: RenewTicket
+    confirm: ConfirmTicket
+    drop: DropTicket
+    def __init__(self, hello: _Optional[_Union[ReaderHello, _Mapping]] = ..., open: _Optional[_Union[OpenTicket, _Mapping]] = ..., renew: _Optional[_Union[RenewTicket, _Mapping]] = ..., confirm: _Optional[_Union[ConfirmTicket, _Mapping]] = ..., drop: _Optional[_Union[DropTicket, _Mapping]] = ...) -> None: ...
+
+class HolderMessage(_message.Message):
+    __slots__ = ("hello", "refused", "opened", "confirmed", "ended")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    hello: HolderHello
+    refused: Refused
+    opened: TicketOpened
+    confirmed: TicketConfirmed
+    ended: TicketEnded
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ...) -> None: ...
+
+class ReaderHello(_message.Message):
+    __slots__ = ("version", "incarnation", "holder_incarnation", "layout")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    incarnation: str
+    holder_incarnation: str
+    layout: CacheLayout
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., layout: _Optional[_Union[CacheLayout, _Mapping]] = ...) -> None: ...
+
+class HolderHello(_message.Message):
+    __slots__ = ("version", "incarnation", "layout", "planes", "access_token")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    incarnation: str
+    layout: CacheLayout
+    planes: _containers.RepeatedCompositeFieldContainer[PlaneOffer]
+    access_token: bytes
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[CacheLayout, _Mapping]] = ..., planes: _Optional[_Iterable[_Union[PlaneOffer, _Mapping]]] = ..., access_token: _Optional[bytes] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reasons",)
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PlaneOffer(_message.Message):
+    __slots__ = ("name", "endpoint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    endpoint: bytes
+    def __init__(self, name: _Optional[str] = ..., endpoint: _Optional[bytes] = ...) -> None: ...
+
+class CacheLayout(_message.Message):
+    __slots__ = ("version", "model", "buffers")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    model: str
+    buffers: _containers.RepeatedCompositeFieldContainer[CacheBuffer]
+    def __init__(self, version: _Optional[int] = ..., model: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[CacheBuffer, _Mapping]]] = ...) -> None: ...
+
+class CacheBuffer(_message.Message):
+    __slots__ = ("layer", "cache_name", "attn_type", "block_size", "first_head", "num_heads", "total_heads", "dim", "dtype", "num_bytes", "sliding_window")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTN_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_HEADS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    cache_name: str
+    attn_type: str
+    block_size: int
+    first_head: int
+    num_heads: int
+    total_heads: int
+    dim: int
+    dtype: str
+    num_bytes: int
+    sliding_window: int
+    def __init__(self, layer: _Optional[int] = ..., cache_name: _Optional[str] = ..., attn_type: _Optional[str] = ..., block_size: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., total_heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sliding_window: _Optional[int] = ...) -> None: ...
+
+class OpenTicket(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class TicketOpened(_message.Message):
+    __slots__ = ("lease_id", "tables", "num_tokens", "token_digest", "lease_ms")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    num_tokens: int
+    token_digest: bytes
+    lease_ms: int
+    def __init__(self, lease_id: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class BlockTable(_message.Message):
+    __slots__ = ("attn_type", "block_ids")
+    ATTN_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    attn_type: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, attn_type: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RenewTicket(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class ConfirmTicket(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class TicketConfirmed(_message.Message):
+    __slots__ = ("lease_id", "valid")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    VALID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    valid: bool
+    def __init__(self, lease_id: _Optional[str] = ..., valid: _Optional[bool] = ...) -> None: ...
+
+class DropTicket(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class TicketEnded(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reason: str
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

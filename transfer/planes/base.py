@@ -1,0 +1,114 @@
+"""The contract every data plane keeps: register buffers, connect, read runs, close.
+
+A plane moves bytes and nothing else. It knows neither requests nor blocks: memory is a list of buffers (the order of
+`get_contiguous_buf_infos()`), a transfer is a list of byte runs. The reader always pulls; a plane never writes into the
+holder's memory. What a read returned may be used only after the holder confirmed the lease (see `transfer.lease`).
+
+    holder                                     reader
+    plane.serve(buffers, guard) -> server      plane.connect(endpoint, token, buffers) -> reader
+    server.endpoint  ───── handshake ────►     reader.read(lease_id, runs, timeout_s)
+    server.close()                             reader.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class PlaneError(Exception):
+    """A read failed; nothing of what it wrote may be used."""
+
+
+class PlaneUnavailable(PlaneError):
+    """This plane cannot join the two sides; the message says why, and another plane may."""
+
+
+class ReadRefused(PlaneError):
+    """The holder refused the read: wrong token, ended lease, or bytes outside the lease's blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """One anonymous shared file (memfd) that holds all buffers, mapped here at `base_ptr`.
+
+    It has no name: it is reached through the owner's file descriptor `fd`, and is gone with its last mapping.
+    """
+
+    fd: int
+    base_ptr: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """The memory of one engine's cache: address and bytes per buffer, and the shared file they lie in, if any."""
+
+    ptrs: tuple[int, ...]
+    lens: tuple[int, ...]
+    shared: SharedMemory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Byte runs to copy, five int64 arrays of one length: source buffer and offset to destination buffer and offset."""
+
+    src_buffer: Int64Array
+    src_offset: Int64Array
+    dst_buffer: Int64Array
+    dst_offset: Int64Array
+    length: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.length.sum())
+
+
+class Guard(Protocol):
+    """Decides on the holder whether a read may be served. Called from plane threads."""
+
+    def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
+        """Raises ReadRefused unless `token` is known, the lease is open, and each run lies in its blocks."""
+
+
+class PlaneServer(Protocol):
+    """The holder's side."""
+
+    @property
+    def endpoint(self) -> Mapping[str, object]:
+        """What a reader needs to connect; msgpack types only."""
+
+    def close(self) -> None:
+        """Ends every transfer and releases everything. May be called twice."""
+
+
+class PlaneReader(Protocol):
+    """The reader's side of one (reader, holder) pair. `read` may be called from several threads at once."""
+
+    def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
+        """Copies all runs, or raises PlaneError (also at the timeout, and when closed meanwhile)."""
+
+    def close(self) -> None:
+        """Ends running reads with PlaneError and releases everything. May be called twice."""
+
+
+class Plane(Protocol):
+    """A way to move bytes between two engines."""
+
+    @property
+    def name(self) -> str: ...
+
+    def serve(self, buffers: Buffers, guard: Guard) -> PlaneServer:
+        """Raises PlaneUnavailable when these buffers cannot be served this way."""
+
+    def connect(self, endpoint: Mapping[str, object], token: bytes, buffers: Buffers) -> PlaneReader:
+        """Raises PlaneUnavailable when the endpoint cannot be reached this way."""
