@@ -1,0 +1,179 @@
+"""One engine: scheduler, KV cache manager and model worker, driven by messages, one step at a time.
+
+    step():  read inbox → schedule → build batch → run the model and sample → commit → hand out what happened
+
+`ExecutionEngine` is plain and synchronous. `EngineLoop` drives it in a thread of its own and runs the model in a second
+one, so that messages are answered while a step computes: a request's pull can start, and a cancelled request's blocks
+can go, without waiting for the step. The engine's state still has one owner, the loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kv_cache import KVCacheManager, create_single_type_managers
+from pd_service.config import EngineConfig
+from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, ReleaseHeld, StepOutput, Submit
+from pd_service.engine.model_worker import ModelInput, ModelWorker, concatenate
+from pd_service.engine.scheduler import SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+Batch = list[ScheduledRequest]
+
+
+class ExecutionEngine:
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> None:
+        self.config = config
+        self.worker = ModelWorker(config, progress)
+        self.kv_cache_manager = self._init_cache_manager()
+        settings = config.settings
+        limits = SchedulerLimits(
+            max_model_len=self.worker.max_model_len,
+            vocab_size=self.worker.model_config.vocab_size,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_waiting=settings.max_waiting,
+        )
+        self.scheduler = Scheduler(self.kv_cache_manager, limits, settings.block_size)
+        progress("warming up")
+        self.worker.warm_up()
+
+    def _init_cache_manager(self) -> KVCacheManager:
+        worker = self.worker
+        managers = create_single_type_managers(worker.cache_info, worker.block_nums, worker.max_model_len)
+        return KVCacheManager(managers, worker.cache_info, worker.max_model_len)
+
+    def handle(self, message: Message, now: float) -> None:
+        """One message of the inbox; allowed while a step is in flight."""
+        match message:
+            case Submit(request):
+                self.scheduler.add(request, now)
+            case Cancel(request_id):
+                self.scheduler.cancel(request_id)
+            case KvArrived(request_id, stats):
+                self.scheduler.kv_arrived(request_id, stats, now)
+            case KvFailed(request_id, error):
+                self.scheduler.kv_failed(request_id, error)
+            case ReleaseHeld(request_id):
+                self.scheduler.release_held(request_id)
+
+    def build(self, batch: Batch) -> ModelInput:
+        """The batch as arrays: a snapshot that stays right whatever happens to the block tables meanwhile."""
+        token_ids, positions = concatenate([(s.state.token_ids, s.state.num_computed, s.num_tokens) for s in batch])
+        sampled = [row for row, s in enumerate(batch) if s.is_sampled]
+        return ModelInput(
+            token_ids=token_ids,
+            positions=positions,
+            query_lens=[s.num_tokens for s in batch],
+            kv_lens=[s.state.num_computed + s.num_tokens for s in batch],
+            block_ids=[
+                {attn_type: list(ids) for attn_type, ids in self.kv_cache_manager.get_block_ids(s.state.request_id).items()}
+                for s in batch
+            ],
+            sampled_rows=sampled,
+            sampling=[batch[row].state.request.sampling for row in sampled],
+            sample_positions=[len(batch[row].state.token_ids) for row in sampled],
+        )
+
+    def commit(self, batch: Batch, sampled: Iterable[SampledToken], now: float) -> None:
+        requests = [s.state.request_id for s in batch if s.is_sampled]
+        self.scheduler.process_output(batch, dict(zip(requests, sampled, strict=True)), now)
+
+    def step(self, messages: Iterable[Message] = (), now: float = 0.0) -> StepOutput | None:
+        """A whole step at once: what tests, simulation and benchmarks drive."""
+        for message in messages:
+            self.handle(message, now)
+        batch = self.scheduler.schedule(now)
+        if batch:
+            self.commit(batch, self.worker.run(self.build(batch)), now)
+        return self.scheduler.take_output()
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _StepDone:
+    future: Future[list[SampledToken]]
+
+
+class _Stop:
+    pass
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. `publish` is called in that thread with each output."""
+
+    def __init__(self, engine: ExecutionEngine, publish: Callable[[StepOutput], None]) -> None:
+        self._engine = engine
+        self._publish = publish
+        self._inbox: queue.SimpleQueue[Message | _StepDone | _Stop] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopping = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """From any thread."""
+        self._inbox.put(message)
+
+    def stop(self) -> None:
+        """Lets the step in flight end, then ends the thread and gives the cache back."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+        self._engine.close()
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(1, thread_name_prefix="model") as model_thread:
+            while not self._stopping:
+                self._drain()
+                batch = self._engine.scheduler.schedule(time.monotonic())
+                self._flush()
+                if batch:
+                    self._run_step(batch, model_thread)
+                elif not self._stopping:
+                    self._check_when_idle()
+                    self._receive(self._inbox.get())
+
+    def _run_step(self, batch: Batch, model_thread: ThreadPoolExecutor) -> None:
+        future = model_thread.submit(self._engine.worker.run, self._engine.build(batch))
+        future.add_done_callback(lambda f: self._inbox.put(_StepDone(f)))
+        while not isinstance(message := self._inbox.get(), _StepDone):
+            self._receive(message)
+            self._flush()
+        error = message.future.exception()
+        if error is None:
+            self._engine.commit(batch, message.future.result(), time.monotonic())
+        elif isinstance(error, Exception):
+            logger.error("a step failed", exc_info=error)
+            self._engine.scheduler.fail_step(batch, error)
+        else:
+            raise error
+        self._flush()
+
+    def _drain(self) -> None:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+
+    def _receive(self, message: Message | _StepDone | _Stop) -> None:
+        if isinstance(message, _Stop):
+            self._stopping = True
+        elif not isinstance(message, _StepDone):
+            self._engine.handle(message, time.monotonic())
+
+    def _flush(self) -> None:
+        output = self._engine.scheduler.take_output()
+        if output is not None:
+            self._publish(output)
+
+    def _check_when_idle(self) -> None:
+        if __debug__ and logger.isEnabledFor(logging.DEBUG):
+            self._engine.scheduler.check()

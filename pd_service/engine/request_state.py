@@ -1,0 +1,91 @@
+"""One request inside an engine: two lengths and a status.
+
+A request owns the tokens it knows, `token_ids`, of which the first `num_computed` have their KV in the cache. Chunked
+prefill, KV received from elsewhere and decoding are all the same chase of `num_computed` after `len(token_ids)`:
+
+    token_ids:     [ prompt ............ | output ... ]
+                   [ computed .... ][ pending ]          0 <= num_computed < len(token_ids) while it runs
+
+           WAITING ──admit──► RUNNING ──last token──► (gone)
+              │  ▲               │ └──prefill only──► HELD ──lease ends──► (gone)
+     ticket   │  └───preempt─────┘
+              ▼
+          RECEIVING ──KV arrived──► RUNNING
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pd_service.request import EngineRequest, RequestId
+
+
+class Status(Enum):
+    WAITING = "waiting"  # owns no blocks
+    RECEIVING = "receiving"  # owns blocks that a pull writes into
+    RUNNING = "running"  # may be scheduled
+    HELD = "held"  # done here; a lease protects its blocks
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """Times are on the engine's clock, in seconds."""
+
+    request: EngineRequest
+    token_ids: list[int]
+    arrived_at: float
+    num_computed: int = 0
+    status: Status = Status.WAITING
+    is_cancelled: bool = False
+    takes_ticket: bool = False  # its KV is still to be pulled
+    started_at: float | None = None  # first scheduled, or KV arrived
+    preemptions: int = 0
+    pull: PullStats | None = None
+    logprobs_wanted: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.num_computed < len(self.token_ids)
+        self.logprobs_wanted = self.request.sampling.logprobs
+        self.takes_ticket = self.request.ticket is not None
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.token_ids)
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens whose KV this request will ever need here: the last token it generates needs none."""
+        if self.request.prefill_only:
+            return len(self.request.token_ids)
+        return len(self.request.token_ids) + self.request.max_new_tokens - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullStats:
+    """What a finished pull cost, in milliseconds and bytes."""
+
+    queue_ms: float = 0.0
+    received_ms: float = 0.0
+    wire_ms: float = 0.0
+    confirm_ms: float = 0.0
+    kv_bytes: int = 0
+    plane: str = ""
+
+
+def token_digest(token_ids: Sequence[int]) -> bytes:
+    """BLAKE2b-128 over the ids as little-endian uint32: equal on every host."""
+    ids = array("I", token_ids)
+    assert ids.itemsize == 4
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
