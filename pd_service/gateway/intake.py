@@ -1,0 +1,241 @@
+"""The earliest door: from what a client asked to a `Job` the story can run, or a refusal that names the field.
+
+Shared by the gRPC and the HTTP door. Owns the table of live request ids: an id is in it from the first check until the
+request has ended, whatever way it ends, and two live requests never share one. Prompts are turned into ids here, once;
+only ids travel further.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from pd_service.config import describe
+from pd_service.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    UnknownModel,
+)
+from pd_service.request import EngineSampling, RequestId, SamplingParams
+
+if TYPE_CHECKING:
+    from pd_service.gateway.tokenizer import Tokenizer
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_STOP_CHARS = 1024  # of one stop string
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Raw text, tokenized as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, passed to the model as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages, rendered with the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientRequest:
+    """What a client asked, typed but not yet checked against the model. Empty `model`: the served one."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    model: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that can be run. `deadline` and `accepted_at` are times of the event loop's clock, in seconds."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: EngineSampling
+    max_new_tokens: int
+    deadline: float | None
+    accepted_at: float
+
+
+def new_request_id() -> str:
+    """A fresh id for a request whose client chose none."""
+    return f"req-{uuid.uuid4().hex}"
+
+
+def sampling_params(**given: object) -> SamplingParams:
+    """The sampling a client gave; None means not given. Raises InvalidRequest that names every offending field."""
+    try:
+        return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise InvalidRequest(describe(error), str(error.errors()[0]["loc"][0])) from error
+
+
+class Intake:
+    """Checks requests for one served model.
+
+    `max_model_len` counts prompt and output tokens together; `max_requests` may be live at once. `eos_token_ids` are the
+    model's own ending tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        tokenizer: Tokenizer,
+        max_requests: int,
+    ) -> None:
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_requests = max_requests
+        self._live: set[RequestId] = set()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @asynccontextmanager
+    async def admit(self, request: ClientRequest, deadline: float | None) -> AsyncIterator[Job]:
+        """The request as a job; its id is live inside the context.
+
+        Raises InvalidRequest and its kinds, DuplicateRequest, Overloaded, and DeadlineExceeded; a refused request
+        leaves nothing behind.
+        """
+        accepted_at = asyncio.get_running_loop().time()
+        with self._live_id(request.request_id) as request_id:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    token_ids = await self._checked_token_ids(request)
+            except TimeoutError as error:
+                raise DeadlineExceeded("the deadline passed while the prompt was tokenized") from error
+            yield Job(
+                request_id=request_id,
+                prompt_token_ids=token_ids,
+                sampling=self._engine_sampling(request.sampling),
+                max_new_tokens=self._max_new_tokens(len(token_ids), request.sampling.max_tokens),
+                deadline=deadline,
+                accepted_at=accepted_at,
+            )
+
+    @contextmanager
+    def _live_id(self, given: str) -> Iterator[RequestId]:
+        if len(given) > MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest(
+                f"request_id: {len(given)} characters, at most {MAX_REQUEST_ID_CHARS} are allowed", "request_id"
+            )
+        request_id = RequestId(given or new_request_id())
+        if request_id in self._live:
+            raise DuplicateRequest(f"request_id: {request_id!r} is in use by a request that has not ended")
+        if len(self._live) >= self._max_requests:
+            raise Overloaded(f"{len(self._live)} requests are live, which is the most this gateway takes; try later")
+        self._live.add(request_id)
+        try:
+            yield request_id
+        finally:
+            self._live.remove(request_id)
+
+    async def _checked_token_ids(self, request: ClientRequest) -> tuple[int, ...]:
+        """The prompt's ids. All that can be refused without tokenizing is refused first."""
+        if request.model not in ("", self.model_name):
+            raise UnknownModel(f"model: {request.model!r} is not served here; served: {self.model_name!r}", "model")
+        self._check_stops(request.sampling)
+        token_ids = await self._token_ids(request.prompt)
+        field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
+        self._check_prompt(token_ids, field)
+        self._max_new_tokens(len(token_ids), request.sampling.max_tokens)
+        return token_ids
+
+    async def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        match prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return tuple(await self.tokenizer.encode_text(text)) if text else ()
+            case ChatPrompt(messages):
+                if not messages:
+                    raise InvalidRequest("messages: at least one is needed", "messages")
+                return tuple(await self.tokenizer.encode_chat(messages))
+
+    def _check_prompt(self, token_ids: tuple[int, ...], field: str) -> None:
+        limit = self.max_model_len - 1
+        if not token_ids:
+            raise InvalidRequest(f"{field}: it is empty; at least one token is needed", field)
+        if len(token_ids) > limit:
+            raise PromptTooLong(
+                f"{field}: {len(token_ids)} tokens, but at most {limit} are allowed (the model's length is "
+                f"{self.max_model_len} tokens, one of which must be left for the answer)",
+                field,
+            )
+        self._check_ids(token_ids, field)
+
+    def _check_stops(self, sampling: SamplingParams) -> None:
+        self._check_ids(sampling.stop_token_ids, "stop_token_ids")
+        longest = max(map(len, sampling.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(f"stop: a string of {longest} characters, at most {MAX_STOP_CHARS} are allowed", "stop")
+
+    def _check_ids(self, token_ids: tuple[int, ...], field: str) -> None:
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"{field}: token id {token_id} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}", field
+                )
+
+    def _max_new_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
+        room = self.max_model_len - num_prompt_tokens
+        if asked is None:
+            return room
+        if asked > room:
+            raise InvalidRequest(
+                f"max_tokens: {asked} do not fit behind a prompt of {num_prompt_tokens} tokens; at most {room} are "
+                f"allowed (the model's length is {self.max_model_len} tokens)",
+                "max_tokens",
+            )
+        return asked
+
+    def _engine_sampling(self, sampling: SamplingParams) -> EngineSampling:
+        eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
+        return EngineSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
+            logprobs=sampling.logprobs,
+        )
