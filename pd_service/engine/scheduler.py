@@ -88,6 +88,7 @@ class Scheduler:
         self._pulls: list[PullOrder] = []
         self._holds: dict[RequestId, Hold] = {}
         self.counters = Counters()
+        self._published_load = self.load()
 
     # ---- events from outside
 
@@ -187,11 +188,12 @@ class Scheduler:
         self._admit()
 
     def take_output(self) -> StepOutput | None:
-        """Everything since the last call; None when nothing happened."""
-        if not (self._events or self._pulls or self._holds):
+        """Everything since the last call; None when nothing happened and the load is the same."""
+        load = self.load()
+        if not (self._events or self._pulls or self._holds) and load == self._published_load:
             return None
-        output = StepOutput(events=self._events, pulls=self._pulls, holds=self._holds, load=self.load())
-        self._events, self._pulls, self._holds = [], [], {}
+        output = StepOutput(events=self._events, pulls=self._pulls, holds=self._holds, load=load)
+        self._events, self._pulls, self._holds, self._published_load = [], [], {}, load
         return output
 
     # ---- questions

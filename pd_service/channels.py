@@ -1,0 +1,45 @@
+"""What all our gRPC servers and clients share: limits, keepalive, and the queue behind an outgoing stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from pd_service.config import MAX_MESSAGE_BYTES
+
+T = TypeVar("T")
+
+_LIMITS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """For channels inside the service: a silent peer is found within about two seconds."""
+    return [
+        *_LIMITS,
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Channels to one address must not share a connection: each has its own life and death.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Clients may ping an idle connection as often as our own channels do, and a silent client is found likewise."""
+    return [
+        *_LIMITS,
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+    ]
+
+
+async def drain(outbox: asyncio.Queue[T | None]) -> AsyncIterator[T]:
+    """The messages of the queue until None, as the request iterator of a stream."""
+    while (message := await outbox.get()) is not None:
+        yield message

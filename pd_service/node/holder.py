@@ -1,0 +1,264 @@
+"""The holder's side of every hand-over: tickets, their leases, and the channels of readers.
+
+Owns the lease table, the guard of the data planes and nothing of the engine: blocks go back to it by `release_blocks`,
+called exactly once per held request, when its lease has ended for whatever reason. Lives in one asyncio loop; the
+sweep of ended leases depends on its timer alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+import grpc
+import msgpack
+
+from pd_service.config import PROTOCOL_VERSION
+from pd_service.engine.messages import Hold
+from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.request import RequestId, Ticket
+from pd_service.rpc import kv_transfer_pb2 as pb
+from pd_service.rpc import kv_transfer_pb2_grpc
+from transfer.guard import ReadGuard
+from transfer.layout import EngineLayout, compare
+from transfer.lease import LeaseTable
+from transfer.planes.base import Buffers, Plane, PlaneServer, PlaneUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Channel:
+    """One reader. `outbox` ends with None when the holder closes the channel."""
+
+    reader: str
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    outbox: asyncio.Queue[pb.HolderMessage | None] = field(default_factory=asyncio.Queue)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    hold: Hold
+    owner: object  # the gateway session that got the ticket
+    opened_by: set[_Channel] = field(default_factory=set)
+
+
+class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
+    def __init__(
+        self, *, incarnation: str, layout: EngineLayout, lease_s: float, release_blocks: Callable[[RequestId], None]
+    ) -> None:
+        self.incarnation = incarnation
+        self.address = ""  # set once the server is bound
+        self._layout = layout
+        self._leases = LeaseTable(lease_s)
+        self._lease_s = lease_s
+        self._guard = ReadGuard(layout)
+        self._release_blocks = release_blocks
+        self._held: dict[str, _Held] = {}
+        self._servers: dict[str, PlaneServer] = {}
+        self._channels: set[_Channel] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.refused_planes: dict[str, str] = {}
+
+    # ---- data planes
+
+    def serve(self, planes: Sequence[Plane], buffers: Buffers) -> None:
+        """Offers these planes, best first; one that cannot serve here is left out and its reason kept."""
+        for plane in planes:
+            try:
+                self._servers[plane.name] = plane.serve(buffers, self._guard)
+            except PlaneUnavailable as reason:
+                self.refused_planes[plane.name] = str(reason)
+                logger.info("data plane %s is not offered: %s", plane.name, reason)
+
+    @property
+    def plane_names(self) -> list[str]:
+        return list(self._servers)
+
+    # ---- tickets
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._held)
+
+    def hold(self, hold: Hold, owner: object) -> Ticket:
+        """Opens the lease on a prefilled request's blocks."""
+        lease_id = uuid.uuid4().hex
+        self._leases.open(lease_id, monotonic())
+        self._held[lease_id] = _Held(hold=hold, owner=owner)
+        self._set_timer()
+        return Ticket(
+            address=self.address,
+            incarnation=self.incarnation,
+            lease_id=lease_id,
+            num_tokens=hold.num_tokens,
+            token_digest=hold.token_digest,
+        )
+
+    def release(self, lease_id: str) -> None:
+        """The owner gives the ticket back; unknown and ended ones are ignored."""
+        if self._leases.release(lease_id, monotonic()):
+            self._end(lease_id, "released")
+
+    def release_request(self, request_id: RequestId) -> None:
+        for lease_id in [key for key, held in self._held.items() if held.hold.request_id == request_id]:
+            self.release(lease_id)
+
+    def release_owner(self, owner: object) -> None:
+        """The gateway is gone: nobody is left who could use its tickets."""
+        for lease_id in [key for key, held in self._held.items() if held.owner is owner]:
+            self.release(lease_id)
+
+    def _end(self, lease_id: str, reason: str) -> None:
+        """The one place where a lease's blocks go back."""
+        self._guard.revoke(lease_id)
+        held = self._held.pop(lease_id)
+        for channel in held.opened_by:
+            message = pb.TicketEnded(lease_id=lease_id, reason=reason)
+            channel.outbox.put_nowait(pb.HolderMessage(ended=message))
+        self._release_blocks(held.hold.request_id)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        for lease_id in self._leases.sweep(monotonic()):
+            logger.warning("the lease on %s has expired", self._held[lease_id].hold.request_id)
+            self._end(lease_id, "expired")
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One timer stands for the earliest deadline; renewals only move deadlines later, so it never comes late."""
+        deadline = self._leases.next_deadline()
+        if self._timer is None and deadline is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - monotonic()), self._sweep)
+
+    # ---- channels
+
+    async def Channel(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ReaderMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.HolderMessage]:
+        """One reader's stream, until either side ends it; the end ends every ticket the reader has opened."""
+        hello = await anext(aiter(request_iterator), None)
+        reasons = self._refusal(hello)
+        if hello is None or reasons:
+            logger.warning("refused a reader: %s", "; ".join(reasons))
+            yield pb.HolderMessage(refused=pb.Refused(reasons=reasons))
+            return
+        channel = _Channel(reader=hello.hello.incarnation)
+        self._channels.add(channel)
+        self._guard.register_reader(channel.token)
+        incoming = asyncio.create_task(self._read(channel, request_iterator))
+        try:
+            yield pb.HolderMessage(hello=self._hello(channel))
+            while (message := await channel.outbox.get()) is not None:
+                yield message
+        finally:
+            incoming.cancel()
+            self._forget(channel)
+
+    def _refusal(self, first: pb.ReaderMessage | None) -> list[str]:
+        if first is None or not first.HasField("hello"):
+            return ["the first message must be a hello"]
+        hello = first.hello
+        if hello.version != PROTOCOL_VERSION:
+            return [f"protocol version: reader {hello.version}, holder {PROTOCOL_VERSION}"]
+        if hello.holder_incarnation != self.incarnation:
+            return [f"incarnation: the ticket names {hello.holder_incarnation!r}, this is {self.incarnation!r}"]
+        try:
+            return compare(layout_from_wire(hello.layout), self._layout)
+        except ValueError as error:
+            return [f"the reader's layout is malformed: {error}"]
+
+    def _hello(self, channel: _Channel) -> pb.HolderHello:
+        return pb.HolderHello(
+            version=PROTOCOL_VERSION,
+            incarnation=self.incarnation,
+            layout=layout_to_wire(self._layout),
+            planes=[
+                pb.PlaneOffer(name=name, endpoint=msgpack.packb(dict(server.endpoint)))
+                for name, server in self._servers.items()
+            ],
+            access_token=channel.token,
+        )
+
+    async def _read(self, channel: _Channel, messages: AsyncIterator[pb.ReaderMessage]) -> None:
+        try:
+            async for message in messages:
+                answer = self._answer(channel, message)
+                if answer is not None:
+                    channel.outbox.put_nowait(answer)
+        except grpc.aio.AioRpcError as error:
+            logger.info("the channel of reader %s broke: %s", channel.reader, error.code())
+        finally:
+            channel.outbox.put_nowait(None)
+
+    def _answer(self, channel: _Channel, message: pb.ReaderMessage) -> pb.HolderMessage | None:
+        now = monotonic()
+        match message.WhichOneof("message"):
+            case "open":
+                return self._open(channel, message.open.lease_id, now)
+            case "renew":
+                if not self._leases.renew(message.renew.lease_id, now):
+                    return _ended(message.renew.lease_id)
+            case "confirm":
+                return self._confirm(channel, message.confirm.lease_id, now)
+            case "drop":
+                held = self._held.get(message.drop.lease_id)
+                if held is not None:
+                    held.opened_by.discard(channel)
+            case kind:
+                logger.warning("ignored a message of kind %s from reader %s", kind, channel.reader)
+        return None
+
+    def _open(self, channel: _Channel, lease_id: str, now: float) -> pb.HolderMessage:
+        if not self._leases.renew(lease_id, now):
+            return _ended(lease_id)
+        held = self._held[lease_id]
+        held.opened_by.add(channel)
+        self._guard.admit(lease_id, channel.token, held.hold.tables)
+        return pb.HolderMessage(
+            opened=pb.TicketOpened(
+                lease_id=lease_id,
+                tables=_tables(held.hold.tables),
+                num_tokens=held.hold.num_tokens,
+                token_digest=held.hold.token_digest,
+                lease_ms=int(self._lease_s * 1e3),
+            )
+        )
+
+    def _confirm(self, channel: _Channel, lease_id: str, now: float) -> pb.HolderMessage:
+        held = self._held.get(lease_id)
+        valid = held is not None and channel in held.opened_by and self._leases.confirm(lease_id, now)
+        if valid and held is not None:
+            held.opened_by.discard(channel)
+            self._end(lease_id, "confirmed")
+        return pb.HolderMessage(confirmed=pb.TicketConfirmed(lease_id=lease_id, valid=valid))
+
+    def _forget(self, channel: _Channel) -> None:
+        self._channels.discard(channel)
+        self._guard.forget_reader(channel.token)
+        for lease_id in [key for key, held in self._held.items() if channel in held.opened_by]:
+            self.release(lease_id)
+
+    def close(self) -> None:
+        """Ends every channel, lease and data plane."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for channel in self._channels:
+            channel.outbox.put_nowait(None)
+        for lease_id in list(self._held):
+            self.release(lease_id)
+        for server in self._servers.values():
+            server.close()
+
+
+def _ended(lease_id: str) -> pb.HolderMessage:
+    return pb.HolderMessage(ended=pb.TicketEnded(lease_id=lease_id, reason="unknown"))
+
+
+def _tables(tables: Mapping[str, Sequence[int]]) -> list[pb.BlockTable]:
+    return [pb.BlockTable(attn_type=attn_type, block_ids=ids) for attn_type, ids in tables.items()]

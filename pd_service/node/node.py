@@ -1,0 +1,288 @@
+"""One engine on the network: its gRPC server, its loop, and the events between them.
+
+    gateway ── Session ──► EngineNode ── inbox ──► EngineLoop (thread)
+            ◄─ one message per step ─┤  ◄─ publish ─┘
+                                     ├── Holder: tickets of KV that is held here
+                                     └── Reader: pulls of KV that is held elsewhere
+
+A gateway's session owns its requests: when the stream ends, they are cancelled and their tickets released. Needs no
+Ray: `python -m pd_service.node` starts one engine on a bare host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from kv_cache import SharedStorage
+from pd_service import wire
+from pd_service.channels import server_options
+from pd_service.config import PROTOCOL_VERSION, EngineConfig
+from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
+from pd_service.engine.messages import Cancel, KvArrived, KvFailed, PullOrder, ReleaseHeld, StepOutput, Submit
+from pd_service.engine.request_state import PullStats
+from pd_service.errors import DeadlineExceeded, InvalidRequest
+from pd_service.models.config import fingerprint
+from pd_service.node.engine_layout import describe_layout
+from pd_service.node.holder import Holder
+from pd_service.node.reader import Reader
+from pd_service.request import FinishReason, RequestId, TokenEvent
+from pd_service.rpc import engine_pb2 as pb
+from pd_service.rpc import engine_pb2_grpc, kv_transfer_pb2_grpc
+from transfer.planes import make_plane
+from transfer.planes.base import Buffers, SharedMemory
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One gateway's stream. `outbox` ends with None."""
+
+    requests: set[RequestId] = field(default_factory=set)
+    outbox: asyncio.Queue[pb.EngineMessage | None] = field(default_factory=asyncio.Queue)
+
+
+class EngineNode(engine_pb2_grpc.EngineServicer):
+    """Construct in the thread that may block (the model is loaded), then `await start()` in the loop it lives in."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> None:
+        self.incarnation = uuid.uuid4().hex[:12]
+        self._config = config
+        self._engine = ExecutionEngine(config, progress)
+        self._engine_loop = EngineLoop(self._engine, self._publish)
+        self._layout = describe_layout(self._engine.worker.cache_info, self._engine.worker.block_nums, fingerprint(config.model_dir))
+        self._load = self._engine.scheduler.load()
+        self._sessions: set[_Session] = set()
+        self._owners: dict[RequestId, _Session] = {}
+        self._deadlines: dict[RequestId, asyncio.TimerHandle] = {}
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Binds, offers the data planes, starts the engine; returns host:port as others reach it."""
+        self._loop = asyncio.get_running_loop()
+        planes = [make_plane(name, host=host) for name in self._config.settings.planes]
+        buffers = self._buffers()
+        self._holder = Holder(
+            incarnation=self.incarnation,
+            layout=self._layout,
+            lease_s=self._config.settings.lease_s,
+            release_blocks=lambda request_id: self._engine_loop.put(ReleaseHeld(request_id)),
+        )
+        self._holder.serve(planes, buffers)
+        self._reader = Reader(
+            incarnation=self.incarnation,
+            layout=self._layout,
+            planes=planes,
+            buffers=buffers,
+            pull_timeout_s=self._config.settings.pull_timeout_s,
+        )
+        self._server = grpc.aio.server(options=server_options())
+        engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
+        kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(self._holder, self._server)
+        bound = self._server.add_insecure_port(f"{host}:{port}")
+        self.address = self._holder.address = f"{host}:{bound}"
+        await self._server.start()
+        self._engine_loop.start()
+        return self.address
+
+    def _buffers(self) -> Buffers:
+        ptrs, lens, _, _ = self._engine.kv_cache_manager.get_contiguous_buf_infos()
+        storage = self._engine.worker.storage
+        shared = None
+        if isinstance(storage, SharedStorage):
+            shared = SharedMemory(fd=storage.fd, base_ptr=storage.base_ptr, num_bytes=storage.num_bytes)
+        return Buffers(ptrs=tuple(ptrs), lens=tuple(lens), shared=shared)
+
+    async def stop(self) -> None:
+        """Ends every stream, pull and lease, then the engine. Gateways see a broken stream and go round again."""
+        for session in self._sessions:
+            session.outbox.put_nowait(None)
+        self._holder.close()
+        await self._server.stop(STOP_GRACE_S)
+        await self._reader.close()
+        await asyncio.to_thread(self._engine_loop.stop)
+
+    # ---- from the engine
+
+    def _publish(self, output: StepOutput) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self._load = output.load
+        for order in output.pulls:
+            self._start_pull(order)
+        messages: dict[_Session, pb.StepEvents] = {session: pb.StepEvents() for session in self._sessions}
+        for event in output.events:
+            session = self._owners.get(event.request_id)
+            if session is None:
+                self._drop_orphan(event)
+                continue
+            if event.finish is FinishReason.PREFILLED:
+                ticket = self._holder.hold(output.holds[event.request_id], session)
+                event = replace(event, ticket=ticket)  # noqa: PLW2901
+            if event.finish is not None or event.error is not None:
+                self._forget(event.request_id)
+            messages[session].events.append(wire.event_to_wire(event))
+        for session, message in messages.items():
+            message.load.CopyFrom(wire.load_to_wire(output.load))
+            session.outbox.put_nowait(pb.EngineMessage(events=message))
+
+    def _drop_orphan(self, event: TokenEvent) -> None:
+        """The request was cancelled while this event was on its way; nobody will take its ticket."""
+        if event.finish is FinishReason.PREFILLED:
+            self._engine_loop.put(ReleaseHeld(event.request_id))
+
+    def _start_pull(self, order: PullOrder) -> None:
+        def done(result: PullStats | Exception) -> None:
+            if isinstance(result, Exception):
+                self._engine_loop.put(KvFailed(order.request_id, result))
+            else:
+                self._engine_loop.put(KvArrived(order.request_id, result))
+
+        self._reader.pull(order, done)
+
+    # ---- from gateways
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.GatewayMessage], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.EngineMessage]:
+        hello = await anext(aiter(request_iterator), None)
+        refusal = self._refusal(hello)
+        if refusal is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        session = _Session()
+        self._sessions.add(session)
+        incoming = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            yield pb.EngineMessage(
+                hello=pb.EngineHello(
+                    version=PROTOCOL_VERSION,
+                    incarnation=self.incarnation,
+                    role=self._config.role,
+                    load=wire.load_to_wire(self._load),
+                )
+            )
+            while (message := await session.outbox.get()) is not None:
+                yield message
+        finally:
+            incoming.cancel()
+            self._end_session(session)
+
+    def _refusal(self, first: pb.GatewayMessage | None) -> str | None:
+        if first is None or not first.HasField("hello"):
+            return "the first message must be a hello"
+        if first.hello.version != PROTOCOL_VERSION:
+            return f"protocol version: gateway {first.hello.version}, engine {PROTOCOL_VERSION}"
+        if first.hello.incarnation != self.incarnation:
+            return f"incarnation: the gateway expects {first.hello.incarnation!r}, this is {self.incarnation!r}"
+        return None
+
+    async def _read(self, session: _Session, messages: AsyncIterator[pb.GatewayMessage]) -> None:
+        try:
+            async for message in messages:
+                self._receive(session, message)
+        except grpc.aio.AioRpcError as error:
+            logger.info("a gateway's stream broke: %s", error.code())
+        finally:
+            session.outbox.put_nowait(None)
+
+    def _receive(self, session: _Session, message: pb.GatewayMessage) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(session, message.submit)
+            case "cancel":
+                self._cancel(session, RequestId(message.cancel.request_id))
+            case "release":
+                self._holder.release(message.release.lease_id)
+            case kind:
+                logger.warning("ignored a message of kind %s from a gateway", kind)
+
+    def _submit(self, session: _Session, message: pb.Submit) -> None:
+        request = wire.request_from_wire(message)
+        request_id = request.request_id
+        if request_id in self._owners:
+            error = InvalidRequest(f"request_id {request_id!r} is live on this engine", "request_id")
+            self._tell(session, TokenEvent(request_id=request_id, error=error))
+            return
+        self._owners[request_id] = session
+        session.requests.add(request_id)
+        if message.deadline_ms:
+            timer = self._loop.call_later(message.deadline_ms / 1e3, self._expire, request_id)
+            self._deadlines[request_id] = timer
+        if request.ticket is not None:
+            self._reader.claim(request_id, request.ticket)
+        self._engine_loop.put(Submit(request))
+
+    def _cancel(self, session: _Session, request_id: RequestId) -> None:
+        """Cancels a live request of this gateway; if it has already become a ticket, releases that."""
+        if self._owners.get(request_id) is session:
+            self._stop_request(request_id)
+        else:
+            self._holder.release_request(request_id)
+
+    def _stop_request(self, request_id: RequestId) -> None:
+        self._forget(request_id)
+        self._engine_loop.put(Cancel(request_id))
+
+    def _expire(self, request_id: RequestId) -> None:
+        session = self._owners[request_id]
+        self._stop_request(request_id)
+        error = DeadlineExceeded("the deadline passed on the engine")
+        self._tell(session, TokenEvent(request_id=request_id, error=error))
+
+    def _tell(self, session: _Session, event: TokenEvent) -> None:
+        message = pb.StepEvents(events=[wire.event_to_wire(event)], load=wire.load_to_wire(self._load))
+        session.outbox.put_nowait(pb.EngineMessage(events=message))
+
+    def _forget(self, request_id: RequestId) -> None:
+        """The request's last word has been said: no table keeps it."""
+        self._owners.pop(request_id).requests.discard(request_id)
+        self._reader.drop(request_id)
+        timer = self._deadlines.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end_session(self, session: _Session) -> None:
+        self._sessions.discard(session)
+        for request_id in list(session.requests):
+            self._stop_request(request_id)
+        self._holder.release_owner(session)
+
+    # ---- for operators
+
+    async def GetStatus(self, request: pb.EngineStatusRequest, context: grpc.aio.ServicerContext) -> pb.EngineStatus:  # noqa: N802
+        kv = self._engine.kv_cache_manager
+        usable, free = kv.num_usable_blocks(), kv.num_free_blocks()
+        counters = self._engine.scheduler.counters
+        return pb.EngineStatus(
+            incarnation=self.incarnation,
+            role=self._config.role,
+            pid=os.getpid(),
+            device=self._config.device,
+            attention="paged, plain torch (the only one for cpu)",
+            planes=self._describe_planes(),
+            load=wire.load_to_wire(self._load),
+            blocks=[
+                pb.BlockUsage(attn_type=attn_type, used=usable[attn_type] - free[attn_type], total=usable[attn_type])
+                for attn_type in usable
+            ],
+            leases=self._holder.num_leases,
+            pulls=self._reader.num_pulls,
+            steps=counters.steps,
+            computed_tokens=counters.computed_tokens,
+            received_tokens=counters.received_tokens,
+            preemptions=counters.preemptions,
+        )
+
+    def _describe_planes(self) -> str:
+        refused = [f"{name} not: {reason}" for name, reason in self._holder.refused_planes.items()]
+        return "; ".join([", ".join(self._holder.plane_names), *refused])

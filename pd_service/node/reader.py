@@ -1,0 +1,340 @@
+"""The reader's side of every hand-over: channels to holders, claims on tickets, pulls.
+
+A claim opens its ticket when the request arrives and renews it while the request queues; the pull then reads, asks the
+holder to confirm, and only a yes makes the KV usable. Reads run in threads, so that neither this loop nor the engine
+waits for them. Whatever goes wrong ends in TransferFailed; a broken channel fails all its claims at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from time import monotonic
+
+import grpc
+import msgpack
+
+from pd_service.channels import channel_options, drain
+from pd_service.config import PROTOCOL_VERSION
+from pd_service.engine.messages import PullOrder
+from pd_service.engine.request_state import PullStats
+from pd_service.errors import TransferFailed
+from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.request import RequestId, Ticket
+from pd_service.rpc import kv_transfer_pb2 as pb
+from pd_service.rpc import kv_transfer_pb2_grpc
+from transfer.layout import EngineLayout, compare
+from transfer.plan import plan_read
+from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable, Runs
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+
+
+class _Peer:
+    """The channel to one life of one holder."""
+
+    def __init__(self, address: str, incarnation: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s  # for any one answer
+        self.address = address
+        self.incarnation = incarnation
+        self.layout: EngineLayout | None = None
+        self.plane: PlaneReader | None = None
+        self.plane_name = ""
+        self.broken: str | None = None  # why the channel ended
+        self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
+        self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel | None = None
+
+    async def connect(self, incarnation: str, layout: EngineLayout, planes: Sequence[Plane], buffers: Buffers) -> None:
+        """Handshake, then the best plane both sides share. Raises TransferFailed with the reason."""
+        self._channel = grpc.aio.insecure_channel(self.address, options=channel_options())
+        stub = kv_transfer_pb2_grpc.KvTransferStub(self._channel)
+        self._stream = stub.Channel(drain(self._outbox))
+        hello = pb.ReaderHello(
+            version=PROTOCOL_VERSION,
+            incarnation=incarnation,
+            holder_incarnation=self.incarnation,
+            layout=layout_to_wire(layout),
+        )
+        self._send(pb.ReaderMessage(hello=hello))
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                first = await self._stream.read()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
+        if first is grpc.aio.EOF or not first.HasField("hello"):
+            reasons = [] if first is grpc.aio.EOF else list(first.refused.reasons)
+            raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
+        self.layout = layout_from_wire(first.hello.layout)
+        differences = compare(layout, self.layout)
+        if differences:
+            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
+        await self._choose_plane(first.hello, planes, buffers)
+        self._reading = asyncio.create_task(self._read())
+
+    async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
+        offers = {offer.name: offer.endpoint for offer in hello.planes}
+        reasons = []
+        for plane in planes:
+            if plane.name not in offers:
+                reasons.append(f"{plane.name}: not offered")
+                continue
+            try:
+                endpoint = msgpack.unpackb(offers[plane.name])
+                self.plane = await asyncio.to_thread(plane.connect, endpoint, hello.access_token, buffers)
+            except (PlaneUnavailable, ValueError) as reason:
+                reasons.append(f"{plane.name}: {reason}")
+                continue
+            self.plane_name = plane.name
+            logger.info("data plane to %s: %s (%s)", self.address, plane.name, "; ".join(reasons) or "first choice")
+            return
+        raise TransferFailed(f"no data plane reaches {self.address}: {'; '.join(reasons)}")
+
+    def _send(self, message: pb.ReaderMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    async def open(self, lease_id: str) -> pb.TicketOpened:
+        answer = await self._ask(lease_id, "opened", pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id)))
+        return answer.opened
+
+    async def confirm(self, lease_id: str) -> bool:
+        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id))
+        return (await self._ask(lease_id, "confirmed", message)).confirmed.valid
+
+    def renew(self, lease_id: str) -> None:
+        self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=lease_id)))
+
+    def drop(self, lease_id: str) -> None:
+        self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id)))
+
+    async def _ask(self, lease_id: str, kind: str, message: pb.ReaderMessage) -> pb.HolderMessage:
+        if self.broken is not None:
+            raise TransferFailed(self.broken)
+        answer: asyncio.Future[pb.HolderMessage] = asyncio.get_running_loop().create_future()
+        self._answers[lease_id, kind] = answer
+        self._send(message)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise TransferFailed(f"{self.address} did not answer within {self._timeout_s:g} s") from error
+        finally:
+            self._answers.pop((lease_id, kind), None)
+
+    async def _read(self) -> None:
+        reason = "the holder closed the channel"
+        try:
+            async for message in self._stream:
+                self._dispatch(message)
+        except grpc.aio.AioRpcError as error:
+            reason = f"the channel to {self.address} broke: {error.code().name}"
+        finally:
+            self._break(reason)
+
+    def _dispatch(self, message: pb.HolderMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            error = TransferFailed(f"the lease has ended: {message.ended.reason}")
+            for (lease_id, _), answer in self._answers.items():
+                if lease_id == message.ended.lease_id and not answer.done():
+                    answer.set_exception(error)
+        elif kind in ("opened", "confirmed"):
+            pending = self._answers.get((getattr(message, kind).lease_id, kind))
+            if pending is not None and not pending.done():
+                pending.set_result(message)
+        else:
+            logger.warning("ignored a message of kind %s from %s", kind, self.address)
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(TransferFailed(reason))
+        if self.plane is not None:
+            self.plane.close()
+
+    async def close(self) -> None:
+        self._outbox.put_nowait(None)
+        self._break("the reader is closing")
+        if self._reading is not None:
+            self._reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._reading
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class Claim:
+    """A ticket in use by one request: opened at once, renewed until the pull has ended."""
+
+    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
+        self.ticket = ticket
+        self.opening = opening
+        self.opened_at = monotonic()
+        self._renewal: asyncio.TimerHandle | None = None
+        opening.add_done_callback(self._keep)
+
+    def _keep(self, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._schedule(*opening.result())
+
+    def _schedule(self, peer: _Peer, opened: pb.TicketOpened) -> None:
+        # A third of the lease: two renewals may get lost or late before it ends.
+        self._renewal = asyncio.get_running_loop().call_later(opened.lease_ms / 3e3, self._renew, peer, opened)
+
+    def _renew(self, peer: _Peer, opened: pb.TicketOpened) -> None:
+        peer.renew(self.ticket.lease_id)
+        self._schedule(peer, opened)
+
+    def end(self, *, dropped: bool) -> None:
+        """Stops renewing; `dropped` tells the holder that this reader will not use the ticket."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        if not self.opening.done():
+            self.opening.cancel()
+        elif dropped and not self.opening.cancelled() and self.opening.exception() is None:
+            self.opening.result()[0].drop(self.ticket.lease_id)
+
+
+class Reader:
+    """All claims and pulls of one engine."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        layout: EngineLayout,
+        planes: Sequence[Plane],
+        buffers: Buffers,
+        pull_timeout_s: float,
+        max_pulls: int = 4,
+    ) -> None:
+        self._incarnation = incarnation
+        self._layout = layout
+        self._planes = planes
+        self._buffers = buffers
+        self._pull_timeout_s = pull_timeout_s
+        self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
+        self._peers: dict[tuple[str, str], asyncio.Task[_Peer]] = {}
+        self._claims: dict[RequestId, Claim] = {}
+        self._pulls: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._pulls)
+
+    def claim(self, request_id: RequestId, ticket: Ticket) -> None:
+        """The request has arrived: open its ticket now, whenever its blocks can be had."""
+        self._claims[request_id] = Claim(ticket, asyncio.create_task(self._open(ticket)))
+
+    def drop(self, request_id: RequestId) -> None:
+        """The request will not be pulled (any more); a pull that runs goes on to its end."""
+        claim = self._claims.pop(request_id, None)
+        if claim is not None:
+            claim.end(dropped=True)
+
+    def pull(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
+        """Fills the order's blocks; `done` is called once, when nothing writes into them any more."""
+        task = asyncio.create_task(self._pull_and_tell(order, done))
+        self._pulls.add(task)
+        task.add_done_callback(self._pulls.discard)
+
+    async def _pull_and_tell(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
+        claim = self._claims.pop(order.request_id, None)
+        result: PullStats | Exception = TransferFailed("the request was cancelled before its pull")
+        try:
+            if claim is not None:
+                result = await self._pull(order, claim)
+        except (TransferFailed, PlaneError, ValueError) as error:
+            result = error
+        except asyncio.CancelledError:
+            result = TransferFailed("the engine is stopping")
+            raise
+        finally:
+            if claim is not None:
+                claim.end(dropped=isinstance(result, Exception))
+            done(result)
+
+    async def _pull(self, order: PullOrder, claim: Claim) -> PullStats:
+        ordered_at = monotonic()
+        peer, opened = await asyncio.shield(claim.opening)
+        if opened.token_digest != order.ticket.token_digest or opened.num_tokens != order.ticket.num_tokens:
+            raise TransferFailed("the holder has other tokens under this lease than the ticket names")
+        assert peer.layout is not None
+        assert peer.plane is not None
+        source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
+        runs = plan_read(peer.layout, self._layout, source_tables, order.tables, 0, opened.num_tokens)
+        reading = asyncio.get_running_loop().run_in_executor(
+            self._threads, _timed_read, peer.plane, claim.ticket.lease_id, runs, self._pull_timeout_s
+        )
+        wire_s = await reading
+        received_at = monotonic()
+        if not await peer.confirm(claim.ticket.lease_id):
+            raise TransferFailed("the holder says that the lease ended before the pull did")
+        return PullStats(
+            queue_ms=(ordered_at - claim.opened_at) * 1e3,
+            received_ms=(received_at - claim.opened_at) * 1e3,
+            wire_ms=wire_s * 1e3,
+            confirm_ms=(monotonic() - received_at) * 1e3,
+            kv_bytes=runs.num_bytes,
+            plane=peer.plane_name,
+        )
+
+    async def _open(self, ticket: Ticket) -> tuple[_Peer, pb.TicketOpened]:
+        peer = await self._peer(ticket.address, ticket.incarnation)
+        return peer, await peer.open(ticket.lease_id)
+
+    async def _peer(self, address: str, incarnation: str) -> _Peer:
+        """The channel to this life of this holder; made on first use, and again after it broke."""
+        key = (address, incarnation)
+        connecting = self._peers.get(key)
+        if connecting is None or _is_useless(connecting):
+            await self._forget_dead_peers()
+            connecting = asyncio.create_task(self._connect(address, incarnation))
+            self._peers[key] = connecting
+        return await asyncio.shield(connecting)
+
+    async def _connect(self, address: str, incarnation: str) -> _Peer:
+        peer = _Peer(address, incarnation, self._pull_timeout_s)
+        try:
+            await peer.connect(self._incarnation, self._layout, self._planes, self._buffers)
+        except BaseException:
+            await peer.close()
+            raise
+        return peer
+
+    async def _forget_dead_peers(self) -> None:
+        for key in [key for key, connecting in self._peers.items() if _is_useless(connecting)]:
+            connecting = self._peers.pop(key)
+            if not connecting.cancelled() and connecting.exception() is None:
+                await connecting.result().close()
+
+    async def close(self) -> None:
+        """Ends every claim, pull and channel."""
+        for request_id in list(self._claims):
+            self.drop(request_id)
+        for connecting in self._peers.values():
+            connecting.cancel()
+            with suppress(asyncio.CancelledError, TransferFailed):
+                await (await connecting).close()
+        await asyncio.gather(*self._pulls, return_exceptions=True)
+        self._threads.shutdown()
+
+
+def _is_useless(connecting: asyncio.Task[_Peer]) -> bool:
+    if not connecting.done():
+        return False
+    return connecting.cancelled() or connecting.exception() is not None or connecting.result().broken is not None
+
+
+def _timed_read(plane: PlaneReader, lease_id: str, runs: Runs, timeout_s: float) -> float:
+    """Seconds in which the bytes moved."""
+    started_at = monotonic()
+    plane.read(lease_id, runs, timeout_s)
+    return monotonic() - started_at
