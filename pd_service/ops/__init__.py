@@ -1,0 +1,60 @@
+"""The operators whose implementation depends on the device, behind one protocol.
+
+A device is one module here with one function per operator; `get_ops` is the only place that knows which modules there
+are. Models receive the module as an argument and never import one. `cpu.py` is the specification: every other device
+must compute what it computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+
+from pd_service.errors import ConfigError
+from pd_service.ops.metadata import ForwardMetadata
+
+DEVICE_MODULES = {"cpu": "pd_service.ops.cpu"}
+
+
+class Ops(Protocol):
+    """What a device provides. Shapes and rules stand at the functions of `cpu.py`."""
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor: ...
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: ForwardMetadata,
+        attn_type: str,
+        scale: float,
+        sliding_window: int | None = None,
+    ) -> torch.Tensor: ...
+
+
+def get_ops(device: str) -> Ops:
+    """The operators of `device`, such as "cpu". Raises ConfigError for a device that has none."""
+    kind = device.partition(":")[0]
+    if kind not in DEVICE_MODULES:
+        raise ConfigError(f"no operators for device {device!r}; available: {', '.join(sorted(DEVICE_MODULES))}")
+    return cast(Ops, importlib.import_module(DEVICE_MODULES[kind]))

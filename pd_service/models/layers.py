@@ -1,0 +1,93 @@
+"""The layers that model families share. They know shapes and weights; everything device-dependent goes through `ops`.
+
+Parameters are made empty and without gradient; `loader.py` fills and packs them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pd_service.models.config import RopeConfig
+from pd_service.ops import Ops
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """One matrix, or several of the same input side by side (`out_sizes`), read in one go."""
+
+    def __init__(
+        self, in_size: int, *out_sizes: int, bias: bool = False, dtype: torch.dtype, device: str, ops: Ops
+    ) -> None:
+        super().__init__()
+        self.out_sizes = out_sizes
+        self.ops = ops
+        self.weight = _empty(sum(out_sizes), in_size, dtype=dtype, device=device)
+        self.bias = _empty(sum(out_sizes), dtype=dtype, device=device) if bias else None
+
+    def pack(self) -> None:
+        """Bring the filled weight into the device's fastest layout; a shared weight stays as it is elsewhere."""
+        self.weight = nn.Parameter(self.ops.pack_linear(self.weight), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, in] -> [tokens, sum(out_sizes)]
+        return self.ops.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    def __init__(self, num_rows: int, dim: int, *, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.weight = _empty(num_rows, dim, dtype=dtype, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, dim]
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float, *, dtype: torch.dtype, device: str, ops: Ops) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ops = ops
+        self.weight = _empty(dim, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, dim] -> [tokens, dim]
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class RotaryEmbedding:
+    """Cosines and sines for every position below `max_model_len`, in float32; `ops.rotary` says how halves lie."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: str) -> None:
+        angles = torch.outer(torch.arange(max_model_len).float(), inverse_frequencies(rope, head_dim))
+        cos, sin = angles.cos(), angles.sin()  # [max_model_len, head_dim / 2]
+        self.dtype = dtype
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device)  # [max_model_len, 1, head_dim]
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device)
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [tokens, 1, head_dim] of `positions` [tokens], once per step for all layers."""
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position of each plane, [head_dim / 2], float32.
+
+    "llama3" is the formula published with Llama 3.1 (`apply_scaling` of Meta's llama-models): wavelengths the original
+    context never completed are stretched by `factor`, short ones stay, and those between are interpolated.
+    """
+    plain = 1.0 / rope.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.rope_type == "default":
+        return plain
+    stretched = plain / rope.factor
+    if rope.rope_type == "linear":
+        return stretched
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # in the original context
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = smooth.clamp(0.0, 1.0)
+    return (1 - smooth) * stretched + smooth * plain

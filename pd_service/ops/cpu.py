@@ -1,0 +1,202 @@
+"""The operators in plain torch: what runs on a CPU, and the specification for every other device.
+
+Each function is pure except `write_kv`, which writes the cache. A row (token) of a result never depends on the other
+rows of the batch, to the last bit: a request gets the same tokens alone and among others.
+
+Attention reads exactly the slots a query may see, one request at a time:
+
+      position   0 ········ lo ·············· kv_len - query_len ········ kv_len
+                 │ skipped  │ seen by the first query ···│ the new tokens │
+      block      │ null     │ real blocks, read as one view if their ids ascend without a gap, else gathered
+
+One padded call for many decodes was measured and not taken: on shapes of a 135M model it saves at most 6 % of a step of
+32 short requests and loses beyond 200 tokens, because padding needs a gather while a view needs no copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from pd_service.ops.metadata import ForwardMetadata
+
+
+def pack_linear(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [out, in] in the layout that `linear` reads fastest; a copy, for inference only.
+
+    oneDNN's blocked layout reads the weights of a decode step at memory speed: about twice as fast as F.linear, for any
+    number of rows. Its operators are private in torch, hence the exact version in pyproject.toml.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return weight
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x` [rows, in] times `packed` [out, in] transposed, plus `bias` [out]: [rows, out].
+
+    `packed` comes from `pack_linear`; a plain weight works too. For a single row oneDNN splits long sums, which would
+    make the result depend on the batch; a second row prevents that and costs little, as reading `packed` is the work.
+    """
+    if not packed.is_mkldnn:
+        return F.linear(x, packed, bias)
+    rows = x.shape[0]
+    if rows == 1:
+        x = x.expand(2, -1).contiguous()
+    result = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return cast(torch.Tensor, result[:rows])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` [..., dim] divided by its root mean square over `dim`, times `weight` [dim]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x` [tokens, heads, dim] in the planes (i, i + dim/2), the order of GPT-NeoX.
+
+    `cos` and `sin` are [tokens, 1, dim], both halves alike except that the first half of `sin` is negated, so that
+    swapping the halves of `x` is all that is left to do.
+    """
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`x` [tokens, 2 * dim] holds gate and up side by side: silu(gate) * up, [tokens, dim]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write `key` and `value` [tokens, heads, dim] into the caches [blocks, block_size, heads, dim].
+
+    `slot_mapping` [tokens] holds flat slots, `block id * block_size + offset`, each at most once.
+    """
+    slots = slot_mapping.long()
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, key)
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, value)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: ForwardMetadata,
+    attn_type: str,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of `query` [tokens, heads, dim] over the caches [blocks, block_size, kv_heads, dim].
+
+    The last query of each request stands at position kv_len - 1. With `sliding_window` W (the current token counts)
+    position p sees p-W+1..p; what lies wholly before the first query's window is not read, so its blocks may be null.
+    The new tokens' keys and values must be in the cache already. Returns [tokens, heads, dim].
+    """
+    num_kv_heads = k_cache.shape[2]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    k_slots, v_slots = _heads_first(k_cache), _heads_first(v_cache)
+    for read in _reads(metadata, attn_type, sliding_window):
+        key, value = read.take(k_cache, k_slots), read.take(v_cache, v_slots)
+        if read.query_len == 1:
+            # The heads of a group ask the same keys, so they are that many queries of one head: nothing is repeated.
+            grouped = (1, num_kv_heads, -1, query.shape[-1])
+            answer = F.scaled_dot_product_attention(query[read.start].view(grouped), key, value, scale=scale)
+            out[read.start].view(grouped).copy_(answer)
+        else:
+            stop = read.start + read.query_len
+            chunk = query[read.start : stop].transpose(0, 1).unsqueeze(0)  # [1, heads, query_len, dim]
+            answer = F.scaled_dot_product_attention(
+                chunk, key, value, attn_mask=read.mask, is_causal=read.mask is None, scale=scale, enable_gqa=True
+            )
+            out[read.start : stop] = answer[0].transpose(0, 1)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """What one request's queries read: `length` slots from `first_slot`, of the cache itself or of gathered `blocks`.
+
+    The queries are `query_len` rows of the batch from `start`. `mask` [query_len, length] is True where a query may
+    look; None: the plain triangle, or everything for a single query.
+    """
+
+    start: int
+    query_len: int
+    first_slot: int
+    length: int
+    blocks: torch.Tensor | None
+    mask: torch.Tensor | None
+
+    def take(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[1, kv_heads, length, dim] of `cache`, whose `_heads_first` view is `slots`."""
+        if self.blocks is not None:
+            slots = _heads_first(cache.index_select(0, self.blocks))
+        return slots.narrow(2, self.first_slot, self.length)
+
+
+def _heads_first(cache: torch.Tensor) -> torch.Tensor:
+    """A view [1, heads, slots, dim] of `cache` [blocks, block_size, heads, dim]."""
+    return cache.view(-1, *cache.shape[2:]).transpose(0, 1).unsqueeze(0)
+
+
+def _reads(metadata: ForwardMetadata, attn_type: str, window: int | None) -> list[_Read]:
+    """The reads of every request of the step, computed by the first layer that asks and shared by the others."""
+    memo = ("cpu.reads", attn_type, window)
+    if memo not in metadata.scratch:
+        table = metadata.block_table[attn_type].tolist()
+        masks: dict[tuple[int, int, int], torch.Tensor | None] = {}
+        reads, start = [], 0
+        for query_len, kv_len, blocks in zip(metadata.query_lens, metadata.kv_lens, table, strict=True):
+            reads.append(_plan(start, query_len, kv_len, blocks, metadata.block_size, window, masks))
+            start += query_len
+        metadata.scratch[memo] = reads
+    return cast(list[_Read], metadata.scratch[memo])
+
+
+def _plan(
+    start: int,
+    query_len: int,
+    kv_len: int,
+    blocks: list[int],
+    block_size: int,
+    window: int | None,
+    masks: dict[tuple[int, int, int], torch.Tensor | None],
+) -> _Read:
+    past = kv_len - query_len
+    lo = 0 if window is None else max(0, past - window + 1)
+    used = blocks[lo // block_size : -(-kv_len // block_size)]
+    is_one_run = used == list(range(used[0], used[0] + len(used)))
+    shape = (query_len, past - lo, window or kv_len)
+    if shape not in masks:
+        masks[shape] = _mask(*shape)
+    return _Read(
+        start=start,
+        query_len=query_len,
+        first_slot=lo % block_size + (used[0] * block_size if is_one_run else 0),
+        length=kv_len - lo,
+        blocks=None if is_one_run else torch.tensor(used),
+        mask=masks[shape],
+    )
+
+
+def _mask(query_len: int, past: int, window: int) -> torch.Tensor | None:
+    """[query_len, past + query_len], True where query i (at past + i) sees key j: i + past - window < j <= i + past.
+
+    None when the triangle alone says it (no past, no window in the way), or when the only query sees every key.
+    """
+    if query_len == 1 or (past == 0 and query_len <= window):
+        return None
+    ones = torch.ones(query_len, past + query_len, dtype=torch.bool)
+    return ones.tril_(past).triu_(past - window + 1)
