@@ -6,9 +6,13 @@ live requests equals the submissions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pd_service.errors import PdError
 
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -67,6 +71,15 @@ class GatewayMetrics:
 
     def count_outcome(self, outcome: Outcome) -> None:
         self._requests.labels(outcome.value).inc()
+
+    @contextmanager
+    def counting_refusal(self) -> Iterator[None]:
+        """For the doors: a request that is no request at all is a submission too, and is refused."""
+        try:
+            yield
+        except PdError:
+            self.count_outcome(Outcome.REFUSED)
+            raise
 
     def count_prompt_tokens(self, num_tokens: int) -> None:
         self._prompt_tokens.inc(num_tokens)

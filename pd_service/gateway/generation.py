@@ -8,9 +8,9 @@ its stop strings, and the counting. Knows neither transports nor engines. Always
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from pd_service.errors import DeadlineExceeded, PdError
@@ -124,7 +124,8 @@ class Generation:
     ) -> AsyncGenerator[GenerationDelta | GenerationFinish, None]:
         """Yields deltas and then one finish. `deadline` is a time of the event loop's clock.
 
-        Raises what `Intake.admit` and the story raise, and DeadlineExceeded. Close it (`contextlib.aclosing`) to cancel.
+        Raises what `Intake.admit` and the story raise, and DeadlineExceeded. Closing it (`contextlib.aclosing`) cancels
+        the request.
         """
         with self.metrics.live_requests.track_inprogress(), _counted(self.metrics, deadline) as progress:
             async with self.intake.admit(request, deadline) as job:
@@ -142,17 +143,14 @@ class Generation:
         timing = _TokenTiming(self.metrics, job.accepted_at)
         end: StoryEnd | None = None
         async with aclosing(self._story.run(job)) as events:
-            async for event in _until(events, job.deadline):
+            while end is None and not detokenizer.stopped:
+                event = await _next(events, job.deadline)
                 if isinstance(event, StoryEnd):
                     end = event
-                    break
-                delta = _delta(event, detokenizer)
-                timing.observe(len(delta.token_ids))
-                yield delta
-                if detokenizer.stopped:
-                    break
-        if end is None and not detokenizer.stopped:
-            raise PdError("the story of the request ended without a word")
+                else:
+                    delta = _delta(event, detokenizer)
+                    timing.observe(len(delta.token_ids))
+                    yield delta
         yield self._finish(job, detokenizer, end)
 
     def _finish(self, job: Job, detokenizer: IncrementalDetokenizer, end: StoryEnd | None) -> GenerationFinish:
@@ -183,17 +181,18 @@ def _delta(event: StoryTokens, detokenizer: IncrementalDetokenizer) -> Generatio
     return GenerationDelta(text=text, token_ids=event.token_ids[:count], logprobs=event.logprobs[:count])
 
 
-async def _until(events: AsyncIterator[StoryEvent], deadline: float | None) -> AsyncIterator[StoryEvent]:
-    """The events that come before the deadline. The timer runs only while we wait, never in our consumer's code."""
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                event = await anext(events)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise DeadlineExceeded("the deadline passed before the answer was complete") from error
-        yield event
+async def _next(events: AsyncGenerator[StoryEvent, None], deadline: float | None) -> StoryEvent:
+    """The next event, if it comes before the deadline. The timer runs only here, never in our consumer's code."""
+    timer = asyncio.timeout_at(deadline)
+    try:
+        async with timer:
+            return await anext(events)
+    except StopAsyncIteration as error:
+        raise PdError("the story of the request ended without a word") from error
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the answer was complete") from error
 
 
 class _TokenTiming:
@@ -221,7 +220,7 @@ class _Progress:
     started_at: float
     deadline: float | None
     is_accepted: bool = False
-    is_finished: bool = field(default=False)
+    is_finished: bool = False
 
     def outcome(self, error: BaseException | None) -> Outcome:
         if self.is_finished:

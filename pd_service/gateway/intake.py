@@ -8,6 +8,7 @@ only ids travel further.
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from pd_service.config import describe
 from pd_service.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_CHARS = 1024  # of one stop string
+_MAX_REPORTED = 4  # fields named in one refusal
+_TELL_NOTHING_GIVEN = ("extra_forbidden", "missing", "json_invalid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +99,26 @@ def sampling_params(**given: object) -> SamplingParams:
     try:
         return SamplingParams.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        raise InvalidRequest(describe(error), str(error.errors()[0]["loc"][0])) from error
+        raise refusal(error) from error
+
+
+def refusal(error: ValidationError) -> InvalidRequest:
+    """What a client is told when its input does not validate: field, what is wrong, what was given, shortened."""
+    found = error.errors(include_url=False, include_context=False)
+    lines = []
+    for e in found[:_MAX_REPORTED]:
+        name = ".".join(map(str, e["loc"])) or "body"
+        given = "" if e["type"] in _TELL_NOTHING_GIVEN else f" (given: {reprlib.repr(e['input'])})"
+        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"]
+        lines.append(f"{name}: {what}{given}")
+    return InvalidRequest("; ".join(lines), str(found[0]["loc"][0]) if found[0]["loc"] else None)
 
 
 class Intake:
     """Checks requests for one served model.
 
-    `max_model_len` counts prompt and output tokens together; `max_requests` may be live at once. `eos_token_ids` are the
-    model's own ending tokens.
+    `max_model_len` counts prompt and output tokens together; `max_requests` may be live at once. `eos_token_ids` are
+    the model's own ending tokens.
     """
 
     def __init__(
@@ -177,7 +191,6 @@ class Intake:
         token_ids = await self._token_ids(request.prompt)
         field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
         self._check_prompt(token_ids, field)
-        self._max_new_tokens(len(token_ids), request.sampling.max_tokens)
         return token_ids
 
     async def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
@@ -207,14 +220,13 @@ class Intake:
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
         longest = max(map(len, sampling.stop), default=0)
         if longest > MAX_STOP_CHARS:
-            raise InvalidRequest(f"stop: a string of {longest} characters, at most {MAX_STOP_CHARS} are allowed", "stop")
+            raise InvalidRequest(f"stop: {longest} characters in one string, at most {MAX_STOP_CHARS} fit", "stop")
 
     def _check_ids(self, token_ids: tuple[int, ...], field: str) -> None:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(
-                    f"{field}: token id {token_id} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}", field
-                )
+                allowed = f"0 to {self._vocab_size - 1}"
+                raise InvalidRequest(f"{field}: no token has the id {token_id}; allowed: {allowed}", field)
 
     def _max_new_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
         room = self.max_model_len - num_prompt_tokens

@@ -1,0 +1,171 @@
+"""The gRPC door: `pd.v1.Generation` on grpc.aio, and what every server of ours needs beside it.
+
+Translates messages to the gateway's own types and errors to statuses, nothing else. A call's cancellation and deadline
+are the request's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pd_service.config import MAX_MESSAGE_BYTES
+from pd_service.errors import InvalidRequest, PdError
+from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish, Phases
+from pd_service.gateway.intake import (
+    ChatMessage,
+    ChatPrompt,
+    ClientRequest,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    sampling_params,
+)
+from pd_service.request import SamplingParams, TokenLogprobs
+from pd_service.rpc import generation_pb2 as pb
+from pd_service.rpc import generation_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Generation"].full_name
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """Serves one `Generation`."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
+        # Not an async generator: grpc.aio would leave one to the garbage collector when a call is cancelled.
+        try:
+            await self._write_answer(request, context)
+        except PdError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], str(error))
+        except Exception:
+            _log.exception("a request failed for a reason no one foresaw")
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the gateway's log has the details")
+
+    async def _write_answer(self, request: pb.GenerateRequest, context: _Context) -> None:
+        remaining_s: float | None = context.time_remaining()
+        deadline = None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
+        async with aclosing(self._generation.generate(self._client_request(request), deadline)) as events:
+            async for event in events:
+                for response in _responses(event):
+                    await context.write(response)
+
+    def _client_request(self, request: pb.GenerateRequest) -> ClientRequest:
+        with self._generation.metrics.counting_refusal():
+            return ClientRequest(
+                prompt=_prompt(request),
+                sampling=_sampling(request),
+                model=request.model,
+                request_id=request.request_id,
+            )
+
+
+def _prompt(request: pb.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "token_ids":
+            return TokenPrompt(tuple(request.token_ids.ids))
+        case "chat":
+            messages = request.chat.messages
+            return ChatPrompt(tuple(ChatMessage(role=message.role, content=message.content) for message in messages))
+        case _:
+            raise InvalidRequest("prompt: none given; one of text, token_ids, chat is needed", "prompt")
+
+
+def _sampling(request: pb.GenerateRequest) -> SamplingParams:
+    given = request.sampling
+    optional = ("temperature", "top_p", "seed", "max_tokens", "logprobs")
+    return sampling_params(
+        top_k=given.top_k,
+        min_p=given.min_p,
+        stop_token_ids=tuple(given.stop_token_ids),
+        ignore_eos=given.ignore_eos,
+        stop=tuple(request.stop),
+        **{name: getattr(given, name) for name in optional if given.HasField(name)},
+    )
+
+
+def _responses(event: GenerationDelta | GenerationFinish) -> list[pb.GenerateResponse]:
+    if isinstance(event, GenerationDelta):
+        logprobs = [_logprobs(entry) for entry in event.logprobs]
+        delta = pb.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+        return [pb.GenerateResponse(delta=delta)]
+    held_back = [pb.GenerateResponse(delta=pb.Delta(text=event.text))] if event.text else []
+    finish = pb.Finish(
+        reason=event.reason.value,
+        prompt_tokens=len(event.prompt_token_ids),
+        completion_tokens=event.num_output_tokens,
+        phases=None if event.phases is None else _phase_times(event.phases),
+        request_id=event.request_id,
+        retries=event.retries,
+    )
+    return [*held_back, pb.GenerateResponse(finish=finish)]
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
+    return pb.TokenLogprobs(logprob=entry.logprob, top=top)
+
+
+def _phase_times(phases: Phases) -> pb.PhaseTimes:
+    return pb.PhaseTimes(
+        queue_ms=phases.queue_ms,
+        prefill_ms=phases.prefill_ms,
+        transfer_ms=phases.transfer_ms,
+        wire_ms=phases.wire_ms,
+        confirm_ms=phases.confirm_ms,
+        first_decode_ms=phases.first_decode_ms,
+        decode_ms=phases.decode_ms,
+        total_ms=phases.total_ms,
+        kv_bytes=phases.kv_bytes,
+        plane=phases.plane,
+    )
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Options of every gRPC server of ours: message sizes, and keepalive in both directions.
+
+    Clients may ping every 10 s on an idle channel (5 s are tolerated, because timers are not exact); we ping as often,
+    so that a client that vanished without a word is noticed within 15 s and its requests end.
+    """
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 0),  # a second server on our port must fail, not take every other connection
+    ]
+
+
+async def add_standard_services(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
+    """Adds grpc.health.v1 and reflection for `service_names`. All are NOT_SERVING until `report_serving` says else."""
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    await report_serving(servicer, service_names, is_serving=False)
+    return servicer
+
+
+async def report_serving(
+    servicer: health.aio.HealthServicer, service_names: Sequence[str], *, is_serving: bool
+) -> None:
+    """Sets the health of `service_names` and of the server as a whole; watchers hear of it."""
+    statuses = health_pb2.HealthCheckResponse
+    status = statuses.SERVING if is_serving else statuses.NOT_SERVING
+    for name in (health.OVERALL_HEALTH, *service_names):
+        await servicer.set(name, status)
