@@ -1,0 +1,97 @@
+"""Which block ids of one attention type are free; ids only, no tensors and no requests.
+
+    id      0        1   2   3   ...   num_blocks - 1
+          null     └───────── usable blocks ─────────┘
+                     each is either free or owned by exactly one request
+
+Blocks are handed out first in, first out. Block 0, the null block, is taken at construction: it is a legal index for
+operators, and is never handed out, freed or counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+
+class CacheInvariantError(AssertionError):
+    """The bookkeeping of blocks contradicts itself: a bug of this package, never the user's input."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises CacheInvariantError with `message` unless `condition` holds."""
+    if not condition:
+        raise CacheInvariantError(message)
+
+
+class BlockPool:
+    """The blocks of one attention type, `block_size` tokens each.
+
+    `num_blocks` includes the null block. Raises ValueError when no usable block is left beside it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs at least 2 blocks, the null block and a usable one; given: {num_blocks}")
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, given: {block_size}")
+        if num_blocks * block_size > 2**31:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens: slots are 32-bit, at most {2**31} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free_block_queue = deque(range(num_blocks))
+        self._null_block = self._free_block_queue.popleft()
+        self._free_block_set = set(self._free_block_queue)
+
+    @property
+    def null_block(self) -> int:
+        return self._null_block
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that can really be handed out: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_block_queue)
+
+    def get_num_free_blocks(self) -> int:
+        return self.num_free_blocks
+
+    def get_new_blocks(self, n: int) -> list[int]:
+        """The `n` blocks that have been free for longest. Raises ValueError, and takes none, when fewer are free."""
+        if not 0 <= n <= self.num_free_blocks:
+            raise ValueError(f"cannot hand out {n} blocks, {self.num_free_blocks} are free: ask before taking")
+        blocks = [self._free_block_queue.popleft() for _ in range(n)]
+        self._free_block_set.difference_update(blocks)
+        return blocks
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        """Takes `blocks` back, in their order; null blocks among them are skipped.
+
+        Raises ValueError, and frees none, for an id this pool does not have, one that is free already, and one that
+        stands in the list twice.
+        """
+        real = [block for block in blocks if block != self._null_block]
+        unknown = [block for block in real if not 0 < block < self.num_blocks]
+        if unknown:
+            raise ValueError(f"cannot free blocks {unknown}: ids of this pool are 1 to {self.num_usable_blocks}")
+        if len(set(real)) != len(real) or not self._free_block_set.isdisjoint(real):
+            raise ValueError(f"double free in {real}: a block is named twice or is free already")
+        self._free_block_queue.extend(real)
+        self._free_block_set.update(real)
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Recounts: the blocks in `owned`, by all requests, and the free ones are every usable block exactly once.
+
+        Raises CacheInvariantError otherwise.
+        """
+        free = list(self._free_block_queue)
+        require(len(free) == len(self._free_block_set), f"free queue and free set differ: {free}")
+        require(set(free) == self._free_block_set, f"free queue and free set differ: {free}")
+        everything = sorted([*free, *owned])
+        require(
+            everything == list(range(1, self.num_blocks)),
+            f"free and owned blocks must be 1 to {self.num_usable_blocks}, each once; found: {everything}",
+        )

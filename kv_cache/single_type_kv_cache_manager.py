@@ -1,0 +1,198 @@
+"""Which blocks a request holds for one attention type: how many it needs, when old ones go back, its block table.
+
+A block table is logical: entry i is the block of tokens [i * block_size, (i + 1) * block_size), and operators require
+ceil(tokens / block_size) entries. Where no later token looks any more, the entry is the null block:
+
+    sliding window 6, block_size 4, 18 tokens computed, 1 new: the new token, at 18, sees tokens 13 to 18
+
+    tokens       0..3   4..7   8..11  12..15  16..19
+    table      [  0   ,  0   ,   0   ,   7   ,   3   ]
+               └─── num_skipped = 13 ──┘ └─ still seen
+
+Always true: the null entries of a table come first; every other entry is owned by that request alone. The check before
+an allocation and the allocation itself use the same count, `get_num_blocks_to_allocate`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from kv_cache.block_pool import BlockPool, require
+from kv_cache.cache_info import CacheEntry, ModelCacheInfo
+
+
+class SingleTypeKVCacheManager(ABC):
+    """The block tables of one attention type. Lengths are in tokens; `max_model_len` bounds every request."""
+
+    short_name: ClassVar[str]  # in usage lines
+
+    def __init__(self, attn_type: str, block_pool: BlockPool, block_size: int, max_model_len: int) -> None:
+        self.attn_type = attn_type
+        self.block_pool = block_pool
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.req_to_blocks: dict[str, list[int]] = {}
+        self._null_block = block_pool.null_block
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, computed_tokens: int = 0) -> int:
+        """Blocks to take from the pool so that the table covers `num_tokens` tokens. Changes nothing.
+
+        `computed_tokens` matters only to a request without a table whose first tokens are computed elsewhere: what
+        they no longer show to any later token needs no block.
+        """
+        num_existing = len(self.req_to_blocks.get(request_id, ()))
+        num_skipped = self.get_num_skipped_tokens(computed_tokens) // self.block_size
+        return max(0, num_logical_blocks(num_tokens, self.block_size) - max(num_existing, num_skipped))
+
+    def allocate_new_blocks(self, request_id: str, block_num_to_allocate: int, num_tokens: int) -> None:
+        """Extends the table to `num_tokens` tokens: `block_num_to_allocate` new blocks at its end, null before them.
+
+        Raises ValueError, and changes nothing, when the pool is short.
+        """
+        new_blocks = self.block_pool.get_new_blocks(block_num_to_allocate)
+        table = self.req_to_blocks.setdefault(request_id, [])
+        num_missing = num_logical_blocks(num_tokens, self.block_size) - len(table)
+        table.extend([self._null_block] * (num_missing - block_num_to_allocate))
+        table.extend(new_blocks)
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+        """Gives back the blocks that no token after `total_computed_tokens` confirmed ones can see; null replaces them.
+
+        Walks back from the newest such block to the first null entry: each block is looked at once in its life.
+        """
+        table = self.req_to_blocks.get(request_id, [])
+        end = start = min(len(table), self.get_num_skipped_tokens(total_computed_tokens) // self.block_size)
+        while start > 0 and table[start - 1] != self._null_block:
+            start -= 1
+        self.block_pool.free_blocks(table[start:end])
+        table[start:end] = [self._null_block] * (end - start)
+
+    def free(self, request_id: str) -> None:
+        """Gives back all blocks of a request, the last one first. Raises KeyError for one without a table."""
+        self.block_pool.free_blocks(self.req_to_blocks[request_id][::-1])
+        del self.req_to_blocks[request_id]
+
+    def get_peak_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request of `num_tokens` tokens holds at once, at most `max_step_tokens` new per step."""
+        return num_logical_blocks(num_tokens, self.block_size)
+
+    @abstractmethod
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that no token after `num_computed_tokens` computed ones can see."""
+
+    @staticmethod
+    @abstractmethod
+    def validate_and_build_kwargs(group_entries: Sequence[CacheEntry]) -> dict[str, int]:
+        """The constructor's further arguments, from all entries of the type. Raises ValueError if they disagree."""
+
+    def check(self) -> None:
+        """Recounts every table and the pool. Raises CacheInvariantError."""
+        owned: list[int] = []
+        for request_id, table in self.req_to_blocks.items():
+            self._check_table(request_id, table)
+            owned += [block for block in table if block != self._null_block]
+        self.block_pool.check(owned)
+
+    def _check_table(self, request_id: str, table: list[int]) -> None:
+        num_null = table.count(self._null_block)
+        max_null = self.get_num_skipped_tokens(len(table) * self.block_size) // self.block_size
+        where = f"{self.attn_type} table of {request_id!r}: {table}"
+        require(0 < len(table) <= num_logical_blocks(self.max_model_len, self.block_size), f"{where}: bad length")
+        require(table[:num_null] == [self._null_block] * num_null, f"{where}: null among live blocks")
+        require(num_null <= max_null, f"{where}: at most {max_null} entries can be null")
+
+
+class FullAttentionManager(SingleTypeKVCacheManager):
+    """Every token sees all before it: a table only grows."""
+
+    short_name = "full"
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return 0
+
+    @staticmethod
+    def validate_and_build_kwargs(group_entries: Sequence[CacheEntry]) -> dict[str, int]:
+        for entry in group_entries:
+            if entry.sliding_window is not None:
+                raise ValueError(f"sliding_window must be None for {entry.attn_type}, given: {entry.sliding_window}")
+        return {}
+
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    """A token at position p sees p - sliding_window + 1 to p: blocks left of that go back while the request runs."""
+
+    short_name = "sliding"
+
+    def __init__(
+        self, attn_type: str, block_pool: BlockPool, block_size: int, max_model_len: int, sliding_window: int
+    ) -> None:
+        super().__init__(attn_type, block_pool, block_size, max_model_len)
+        self.sliding_window = sliding_window
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.sliding_window + 1)
+
+    def get_peak_num_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        windowed = num_window_blocks(self.sliding_window - 1 + max_step_tokens, self.block_size)
+        return min(windowed, super().get_peak_num_blocks(num_tokens, max_step_tokens))
+
+    @staticmethod
+    def validate_and_build_kwargs(group_entries: Sequence[CacheEntry]) -> dict[str, int]:
+        for entry in group_entries:
+            if entry.sliding_window is None or entry.sliding_window < 1:
+                raise ValueError(f"sliding_window must be at least 1 token, given: {entry.sliding_window}")
+        windows = sorted({entry.sliding_window for entry in group_entries if entry.sliding_window is not None})
+        if len(windows) != 1:
+            raise ValueError(f"all caches of one attn_type share one sliding_window, given: {windows}")
+        return {"sliding_window": windows[0]}
+
+
+ATTN_TYPE_MANAGER_MAP: dict[str, type[SingleTypeKVCacheManager]] = {
+    "FullAttention": FullAttentionManager,
+    "SlidingWindow": SlidingWindowManager,
+}
+
+
+def num_logical_blocks(num_tokens: int, block_size: int) -> int:
+    """Length of the block table of `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def num_window_blocks(num_tokens: int, block_size: int) -> int:
+    """Most blocks that `num_tokens` tokens in a row touch, wherever in a block the first one stands."""
+    return num_logical_blocks(num_tokens, block_size) + 1
+
+
+def group_entries(cache_info: ModelCacheInfo) -> dict[str, list[CacheEntry]]:
+    """The paged entries (`needs_block`) by attn_type, in the order of their first appearance."""
+    groups: dict[str, list[CacheEntry]] = {}
+    for layer in cache_info.layer_infos:
+        for entry in layer.caches:
+            if entry.needs_block:
+                groups.setdefault(entry.attn_type, []).append(entry)
+    return groups
+
+
+def create_single_type_managers(
+    cache_info: ModelCacheInfo, block_nums: Mapping[str, int], max_model_len: int
+) -> dict[str, SingleTypeKVCacheManager]:
+    """One manager with its own pool of `block_nums[attn_type]` blocks (null block included) per attn_type.
+
+    Raises ValueError when `block_nums` has other keys than the model's types, or a pool is too small to be one.
+    """
+    groups = group_entries(cache_info)
+    if groups.keys() != block_nums.keys():
+        raise ValueError(f"block_nums must be given for {sorted(groups)}, found: {sorted(block_nums)}")
+    managers = {}
+    for attn_type, entries in groups.items():
+        manager_type = ATTN_TYPE_MANAGER_MAP[attn_type]
+        managers[attn_type] = manager_type(
+            attn_type,
+            BlockPool(block_nums[attn_type], cache_info.block_size),
+            cache_info.block_size,
+            max_model_len,
+            **manager_type.validate_and_build_kwargs(entries),
+        )
+    return managers
