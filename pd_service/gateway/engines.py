@@ -1,0 +1,197 @@
+"""The gateway's view of the engines: one client per member, each with one persistent stream.
+
+`Directory` follows the membership and owns the clients; `EngineClient` owns the stream and the requests on it. A stream
+that ends fails its requests with EngineLost at once and is opened again while its engine is a member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from pd_service import wire
+from pd_service.channels import channel_options, drain
+from pd_service.config import PROTOCOL_VERSION, Role
+from pd_service.errors import DeadlineExceeded, EngineLost, Unavailable
+from pd_service.request import EngineRequest, Load, RequestId, TokenEvent
+from pd_service.rpc import engine_pb2 as pb
+from pd_service.rpc import engine_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_S = 0.2  # between attempts at a member whose stream ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMember:
+    """One ready engine as the membership names it."""
+
+    engine_id: str
+    role: Role
+    address: str
+    incarnation: str
+
+
+class EngineClient:
+    def __init__(self, member: EngineMember, changed: asyncio.Event) -> None:
+        self.member = member
+        self.load = Load()
+        self.is_connected = False
+        self._changed = changed  # set whenever an engine becomes usable
+        self._outbox: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()
+        self._requests: dict[RequestId, asyncio.Queue[TokenEvent]] = {}
+        self._unanswered: dict[RequestId, int] = {}
+        self._task = asyncio.create_task(self._keep_connected())
+
+    @property
+    def engine_id(self) -> str:
+        return self.member.engine_id
+
+    @property
+    def num_live(self) -> int:
+        return len(self._requests)
+
+    @property
+    def pending_tokens(self) -> int:
+        return sum(self._unanswered.values())
+
+    async def run(self, request: EngineRequest, deadline: float | None) -> AsyncGenerator[TokenEvent, None]:
+        """The request's events, the last one with `finish`. Raises the event's error, and EngineLost.
+
+        Closing it before the last event cancels the request on the engine, tickets it has become included.
+        """
+        if not self.is_connected:
+            raise EngineLost(f"{self.engine_id} is not connected")
+        remaining_ms = _remaining_ms(deadline)
+        inbox = self._requests[request.request_id] = asyncio.Queue()
+        self._unanswered[request.request_id] = len(request.token_ids)
+        self._send(pb.GatewayMessage(submit=wire.request_to_wire(request, remaining_ms)))
+        has_ended = False
+        try:
+            while not has_ended:
+                event = await inbox.get()
+                has_ended = event.finish is not None or event.error is not None
+                if event.error is not None:
+                    raise event.error
+                yield event
+        finally:
+            self._requests.pop(request.request_id, None)
+            self._unanswered.pop(request.request_id, None)
+            if not has_ended:
+                self._send(pb.GatewayMessage(cancel=pb.Cancel(request_id=request.request_id)))
+
+    def release(self, lease_id: str) -> None:
+        """Gives a ticket of this engine back."""
+        self._send(pb.GatewayMessage(release=pb.ReleaseTicket(lease_id=lease_id)))
+
+    def _send(self, message: pb.GatewayMessage) -> None:
+        if self.is_connected:  # otherwise the engine has already let go of everything that was ours
+            self._outbox.put_nowait(message)
+
+    async def _keep_connected(self) -> None:
+        while True:
+            reason = await self._session()
+            logger.info("the stream to %s ended: %s", self.engine_id, reason)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _session(self) -> str:
+        """One stream from hello to its end; returns why it ended."""
+        self._outbox = asyncio.Queue()
+        hello = pb.GatewayHello(version=PROTOCOL_VERSION, incarnation=self.member.incarnation)
+        self._outbox.put_nowait(pb.GatewayMessage(hello=hello))
+        try:
+            async with grpc.aio.insecure_channel(self.member.address, options=channel_options()) as channel:
+                stream = engine_pb2_grpc.EngineStub(channel).Session(drain(self._outbox))
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    first = await stream.read()
+                if first is grpc.aio.EOF:
+                    return "the engine closed it"
+                self._connected(first.hello)
+                async for message in stream:
+                    self._deliver(message.events)
+                return "the engine closed it"
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            return f"no hello within {CONNECT_TIMEOUT_S:g} s"
+        finally:
+            self._disconnected()
+
+    def _connected(self, hello: pb.EngineHello) -> None:
+        self.load = wire.load_from_wire(hello.load)
+        self.is_connected = True
+        self._changed.set()
+
+    def _deliver(self, events: pb.StepEvents) -> None:
+        self.load = wire.load_from_wire(events.load)
+        for message in events.events:
+            request_id = RequestId(message.request_id)
+            self._unanswered.pop(request_id, None)
+            inbox = self._requests.get(request_id)
+            if inbox is not None:
+                inbox.put_nowait(wire.event_from_wire(message))
+
+    def _disconnected(self) -> None:
+        self.is_connected = False
+        for request_id, inbox in self._requests.items():
+            error = EngineLost(f"{self.engine_id} was lost")
+            inbox.put_nowait(TokenEvent(request_id=request_id, error=error))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+
+class Directory:
+    """The engines there are, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, EngineClient] = {}
+        self._changed = asyncio.Event()
+
+    async def update(self, members: Sequence[EngineMember]) -> None:
+        """Takes a new membership over: a member whose incarnation or address changed is a new engine."""
+        wanted = {member.engine_id: member for member in members}
+        gone = [key for key, client in self._clients.items() if wanted.get(key) != client.member]
+        closing = [self._clients.pop(key) for key in gone]
+        for key in wanted.keys() - self._clients.keys():
+            self._clients[key] = EngineClient(wanted[key], self._changed)
+        await asyncio.gather(*(client.close() for client in closing))
+
+    def ready(self, role: Role) -> list[EngineClient]:
+        """Connected engines that take this kind of work."""
+        return [c for c in self._clients.values() if c.is_connected and c.member.role in (role, "mixed")]
+
+    def by_incarnation(self, incarnation: str) -> EngineClient | None:
+        return next((c for c in self._clients.values() if c.member.incarnation == incarnation), None)
+
+    async def wait_for(self, role: Role, timeout_s: float) -> list[EngineClient]:
+        """Ready engines of this kind, at least one. Raises Unavailable when none came in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (ready := self.ready(role)):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise Unavailable(f"no {role} engine came within {timeout_s:g} s") from error
+        return ready
+
+    async def close(self) -> None:
+        await self.update([])
+
+
+def _remaining_ms(deadline: float | None) -> int:
+    """Milliseconds until the deadline (loop time), at least 1; 0 when there is none."""
+    if deadline is None:
+        return 0
+    remaining_s = deadline - asyncio.get_running_loop().time()
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline passed before the request reached an engine")
+    return max(1, int(remaining_s * 1e3))
