@@ -231,7 +231,9 @@ def _rope(path: Path, hf: _HfConfig) -> RopeConfig:
     if hf.rope_theta is not None:
         given.setdefault("rope_theta", hf.rope_theta)
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{path}: partial_rotary_factor {given['partial_rotary_factor']!r} is not supported; only 1.0")
+        raise ConfigError(
+            f"{path}: partial_rotary_factor {given['partial_rotary_factor']!r} is not supported; only 1.0"
+        )
     given.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     for key in needed.get(str(given.get("rope_type", "default")), ()):
