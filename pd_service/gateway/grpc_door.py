@@ -43,7 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
+    async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         # Not an async generator: grpc.aio would leave one to the garbage collector when a call is cancelled.
         try:
             await self._write_answer(request, context)
@@ -152,20 +152,24 @@ def server_options() -> list[tuple[str, int]]:
     ]
 
 
-async def add_standard_services(server: grpc.aio.Server, service_names: Sequence[str]) -> health.aio.HealthServicer:
-    """Adds grpc.health.v1 and reflection for `service_names`. All are NOT_SERVING until `report_serving` says else."""
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+class Health:
+    """What grpc.health.v1 says about a server and its services: NOT_SERVING until told otherwise."""
+
+    def __init__(self, server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+        self._names = (health.OVERALL_HEALTH, *service_names)
+        self._servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs know only the threaded one
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def report(self, *, is_serving: bool) -> None:
+        """Sets all services and the server as a whole; watchers hear of it."""
+        statuses = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._servicer.set(name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
+
+
+async def add_standard_services(server: grpc.aio.Server, service_names: Sequence[str]) -> Health:
+    """Adds reflection and grpc.health.v1 for `service_names`; the caller reports through what is returned."""
     reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    await report_serving(servicer, service_names, is_serving=False)
-    return servicer
-
-
-async def report_serving(
-    servicer: health.aio.HealthServicer, service_names: Sequence[str], *, is_serving: bool
-) -> None:
-    """Sets the health of `service_names` and of the server as a whole; watchers hear of it."""
-    statuses = health_pb2.HealthCheckResponse
-    status = statuses.SERVING if is_serving else statuses.NOT_SERVING
-    for name in (health.OVERALL_HEALTH, *service_names):
-        await servicer.set(name, status)
+    report = Health(server, service_names)
+    await report.report(is_serving=False)
+    return report

@@ -109,7 +109,7 @@ def refusal(error: ValidationError) -> InvalidRequest:
     for e in found[:_MAX_REPORTED]:
         name = ".".join(map(str, e["loc"])) or "body"
         given = "" if e["type"] in _TELL_NOTHING_GIVEN else f" (given: {reprlib.repr(e['input'])})"
-        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"]
+        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"].removeprefix("Value error, ")
         lines.append(f"{name}: {what}{given}")
     return InvalidRequest("; ".join(lines), str(found[0]["loc"][0]) if found[0]["loc"] else None)
 

@@ -129,8 +129,10 @@ class _TokenPieces(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self.special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self._added = {token_id: token.content.encode() for token_id, token in added.items() if not token.special}
+        self.special: dict[int, str] = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._added: dict[int, bytes] = {
+            token_id: token.content.encode() for token_id, token in added.items() if not token.special
+        }
         kinds = _decoder_kinds(backend)
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_tokens = "ByteFallback" in kinds
