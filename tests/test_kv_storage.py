@@ -1,0 +1,129 @@
+"""Laws every cache storage keeps, and what only shared memory does."""
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_cache.cache_storage import ALIGNMENT, CacheStorage, HeapStorage, SharedStorage
+
+NewStorage = Callable[..., CacheStorage]
+
+
+@pytest.fixture(params=[HeapStorage, SharedStorage])
+def new_storage(request: pytest.FixtureRequest) -> Iterator[NewStorage]:
+    torch.set_num_threads(1)
+    made: list[CacheStorage] = []
+
+    def new(num_bytes: int, *, poison: bool = False) -> CacheStorage:
+        made.append(request.param(num_bytes, poison=poison))
+        return made[-1]
+
+    yield new
+    for storage in made:
+        if isinstance(storage, SharedStorage):
+            storage.close()
+
+
+def open_fds() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+
+
+def _is_open(fd: str) -> bool:
+    return Path(f"/proc/self/fd/{fd}").is_symlink()
+
+
+def is_mapped() -> bool:
+    return "memfd:pd-kv-cache" in Path("/proc/self/maps").read_text()
+
+
+def test_pieces_are_aligned_disjoint_and_as_long_as_asked(new_storage: NewStorage) -> None:
+    sizes = (1, ALIGNMENT, ALIGNMENT + 1, 1000)
+    storage = new_storage(5 * ALIGNMENT)
+    pieces = [storage.allocate(size) for size in sizes]
+    for i, piece in enumerate(pieces):
+        assert piece.dtype is torch.uint8
+        assert piece.data_ptr() % ALIGNMENT == 0
+        piece.fill_(i + 1)
+    assert [piece.numel() for piece in pieces] == list(sizes)
+    assert [piece.unique().tolist() for piece in pieces] == [[1], [2], [3], [4]]
+    starts = sorted(piece.data_ptr() for piece in pieces)
+    assert starts[-1] - starts[0] == 4 * ALIGNMENT
+
+
+def test_more_than_the_region_is_refused_and_takes_nothing(new_storage: NewStorage) -> None:
+    storage = new_storage(2 * ALIGNMENT)
+    storage.allocate(1)
+    with pytest.raises(ValueError, match=r"cannot hand out \d+ bytes"):
+        storage.allocate(2 * ALIGNMENT + 1)
+    for num_bytes in (0, -1):
+        with pytest.raises(ValueError, match="cannot hand out"):
+            storage.allocate(num_bytes)
+    assert storage.allocate(ALIGNMENT).numel() == ALIGNMENT
+
+
+def test_fresh_memory_is_zero_or_poison(new_storage: NewStorage) -> None:
+    assert not new_storage(1000).allocate(1000).any()
+    poisoned = new_storage(1000, poison=True).allocate(1000)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert poisoned.view(dtype).isnan().all()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -5])
+def test_an_empty_storage_is_refused_and_leaves_nothing_open(new_storage: NewStorage, num_bytes: int) -> None:
+    before = open_fds()
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        new_storage(num_bytes)
+    assert open_fds() == before
+
+
+def test_shared_memory_is_readable_through_the_descriptor_at_the_offset_from_base() -> None:
+    with SharedStorage(2 * ALIGNMENT) as storage:
+        storage.allocate(3)
+        piece = storage.allocate(5)
+        piece.copy_(torch.tensor([5, 4, 3, 2, 1], dtype=torch.uint8))
+        offset = piece.data_ptr() - storage.base_ptr
+        with open(f"/proc/self/fd/{storage.fd}", "rb") as file:
+            assert os.fstat(file.fileno()).st_size == storage.num_bytes
+            with mmap.mmap(file.fileno(), storage.num_bytes, prot=mmap.PROT_READ) as view:
+                assert view[offset : offset + 5] == bytes([5, 4, 3, 2, 1])
+                piece[0] = 9
+                assert view[offset] == 9
+
+
+def test_the_shared_file_keeps_its_size() -> None:
+    with SharedStorage(1) as storage:
+        for size in (0, 2 * storage.num_bytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(storage.fd, size)
+
+
+def test_close_leaves_neither_descriptor_nor_mapping() -> None:
+    before = open_fds()
+    storage = SharedStorage(ALIGNMENT)
+    storage.allocate(10).fill_(1)
+    assert is_mapped()
+    storage.close()
+    storage.close()
+    assert not is_mapped()
+    assert open_fds() == before
+    with pytest.raises(ValueError, match="0 are left"):
+        storage.allocate(1)
+
+
+def test_a_piece_outlives_its_storage_and_takes_the_mapping_with_it() -> None:
+    storage = SharedStorage(ALIGNMENT)
+    piece = storage.allocate(10)
+    storage.close()
+    piece.fill_(3)
+    assert piece.tolist() == [3] * 10
+    assert is_mapped()
+    del piece
+    assert not is_mapped()
+
+
+def test_heap_memory_lies_on_the_named_device() -> None:
+    assert HeapStorage(10, "meta").allocate(10).device == torch.device("meta")
