@@ -21,7 +21,8 @@ from kv_cache import KVCacheManager, create_single_type_managers
 from pd_service.config import EngineConfig
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.model_worker import ModelInput, ModelWorker, concatenate
-from pd_service.engine.scheduler import SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.engine.scheduler import Counters, SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.request import EngineRequest, EngineSampling, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,32 @@ class ExecutionEngine:
         )
         self.scheduler = Scheduler(self.kv_cache_manager, limits, settings.block_size)
         progress("warming up")
-        self.worker.warm_up()
+        self._warm_up()
 
     def _init_cache_manager(self) -> KVCacheManager:
         worker = self.worker
         managers = create_single_type_managers(worker.cache_info, worker.block_nums, worker.max_model_len)
-        return KVCacheManager(managers, worker.cache_info, worker.max_model_len)
+        return KVCacheManager(
+            managers,
+            worker.cache_info,
+            worker.max_model_len,
+            worker.cache_tensors,
+            max_step_tokens=self.config.settings.max_num_batched_tokens,
+        )
+
+    def _warm_up(self) -> None:
+        """Runs one short request to its end, so that the first real one does not pay for first-use costs."""
+        length = min(32, self.config.settings.max_num_batched_tokens, self.worker.max_model_len - 2)
+        request = EngineRequest(
+            request_id=RequestId("warm-up"),
+            token_ids=(0,) * length,
+            num_prompt_tokens=length,
+            max_new_tokens=2,
+            sampling=EngineSampling(),
+        )
+        self.step([Submit(request)])
+        self.step()
+        self.scheduler.counters = Counters()
 
     def handle(self, message: Message, now: float) -> None:
         """One message of the inbox; allowed while a step is in flight."""

@@ -14,8 +14,8 @@ from kv_cache import (
     ModelCacheInfo,
     SharedStorage,
     allocate_cache_tensors,
-    cache_num_bytes,
     calculate_block_num,
+    calculate_cache_bytes,
     prepare_block_tables,
     prepare_slot_mapping,
     validate_cache_info,
@@ -58,7 +58,7 @@ class ModelWorker:
         self.model, self.model_config = load_model(
             config.model_dir,
             dtype=getattr(torch, config.dtype),
-            device=self._device,
+            device=config.device,
             block_size=config.settings.block_size,
             max_model_len=config.settings.max_model_len,
             progress=lambda share: progress(f"loading weights {share:.0%}"),
@@ -66,13 +66,12 @@ class ModelWorker:
         progress("allocating KV cache")
         self.cache_info: ModelCacheInfo = self.model.get_cache_info()
         self.block_nums = self._plan_blocks()
-        self.storage = self._allocate()
+        self.storage, self.cache_tensors = self._allocate()
 
     @property
     def max_model_len(self) -> int:
         config: ModelConfig = self.model_config
-        asked = self._config.settings.max_model_len
-        return config.max_model_len if asked is None else min(asked, config.max_model_len)
+        return config.max_model_len
 
     def _plan_blocks(self) -> Mapping[str, int]:
         settings = self._config.settings
@@ -81,24 +80,27 @@ class ModelWorker:
             return calculate_block_num(
                 self.cache_info,
                 max_concurrency=settings.max_num_seqs,
-                max_chunk=settings.max_num_batched_tokens,
+                max_model_len=self.max_model_len,
+                max_step_tokens=settings.max_num_batched_tokens,
                 available_bytes=int(self._config.kv_cache_bytes),
             )
         except ValueError as error:
             raise ConfigError(f"KV cache: {error}") from error
 
-    def _allocate(self) -> HeapStorage | SharedStorage:
+    def _allocate(self) -> tuple[HeapStorage | SharedStorage, list[torch.Tensor]]:
         """Shared memory when a reader on this host may map it, ordinary memory otherwise."""
-        num_bytes = cache_num_bytes(self.cache_info, self.block_nums)
+        num_bytes = calculate_cache_bytes(self.cache_info, self.block_nums)
         storage: HeapStorage | SharedStorage
-        storage = SharedStorage(num_bytes) if "shm" in self._config.settings.planes else HeapStorage(num_bytes)
-        allocate_cache_tensors(self.cache_info, self.block_nums, self._device, storage)
-        return storage
+        if "shm" in self._config.settings.planes:
+            storage = SharedStorage(num_bytes)
+        else:
+            storage = HeapStorage(num_bytes, self._device)
+        return storage, allocate_cache_tensors(self.cache_info, self.block_nums, storage)
 
     def run(self, batch: ModelInput) -> list[SampledToken]:
         """One step: writes the KV of all new tokens, returns one token per entry of `sampled_rows`."""
         with torch.inference_mode():
-            block_table = prepare_block_tables(batch.block_ids, device=self._device)
+            block_table = prepare_block_tables(batch.block_ids)
             block_size = self._config.settings.block_size
             metadata = ForwardMetadata(
                 query_lens=batch.query_lens,
@@ -116,28 +118,14 @@ class ModelWorker:
             logits = self.model.compute_logits(hidden[torch.from_numpy(last_tokens)])  # [sampled rows, vocab]
             return sample(logits, batch.sampling, batch.sample_positions)
 
-    def warm_up(self) -> None:
-        """Runs one token into the null block, so that the first request does not pay for first-use costs."""
-        null_table = {attn_type: [0] for attn_type in self.block_nums}
-        self.run(
-            ModelInput(
-                token_ids=np.zeros(1, np.int64),
-                positions=np.zeros(1, np.int64),
-                query_lens=[1],
-                kv_lens=[1],
-                block_ids=[null_table],
-                sampled_rows=[0],
-                sampling=[EngineSampling()],
-                sample_positions=[1],
-            )
-        )
-
     def close(self) -> None:
         """Gives the cache memory back; no step may run afterwards."""
         for layer in self.cache_info.layer_infos:
             for entry in layer.caches:
                 entry.tensor_setter(torch.empty(0))
-        self.storage.close()
+        self.cache_tensors.clear()
+        if isinstance(self.storage, SharedStorage):
+            self.storage.close()
 
 
 def concatenate(rows: Sequence[tuple[list[int], int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

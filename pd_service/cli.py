@@ -1,0 +1,288 @@
+"""The command line: serve, generate, status, doctor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pd_service.channels import channel_options
+from pd_service.config import ServiceConfig, load_config
+from pd_service.errors import ConfigError
+from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from pd_service.gateway.gateway import Gateway
+    from pd_service.models.config import ModelConfig
+    from pd_service.rpc.engine_pb2 import EngineStatus
+
+app = typer.Typer(help="Prefill/decode disaggregation for LLM inference.", no_args_is_help=True, add_completion=False)
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC door.")]
+
+
+def main() -> None:
+    """Entry point: what the user can mend ends with one line on stderr and exit code 1, never with a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
+        sys.exit(1)
+    except grpc.RpcError as error:
+        code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
+        detail = error.details() if isinstance(error, grpc.Call) else error
+        errors.print(f"[red]error:[/red] {code}: {detail}", soft_wrap=True)
+        sys.exit(1)
+
+
+# ---- serve
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option("--config", "-f", help="YAML file; flags override it.")] = None,
+    model: Annotated[str | None, typer.Option(help='Hugging Face directory, or "demo".')] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill engines.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode engines.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    grpc_address: Annotated[str | None, typer.Option("--grpc", help="host:port of the gRPC door; port 0: any.")] = None,
+    http_address: Annotated[str | None, typer.Option("--http", help="host:port of the HTTP door; port 0: any.")] = None,
+    ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster instead of starting one.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the gateway decides.")] = False,
+) -> None:
+    """Serve a model with a prefill pool and a decode pool until Ctrl-C."""
+    flags = {
+        "model": model,
+        "pools.prefill.replicas": prefill,
+        "pools.decode.replicas": decode,
+        "dtype": dtype,
+        "gateway.grpc": grpc_address,
+        "gateway.http": http_address,
+        "ray.address": ray_address,
+    }
+    settings = load_config(config, {name: value for name, value in flags.items() if value is not None})
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s %(message)s")
+    with _progress_line() as progress:
+        model_dir = _model_dir(settings, progress)
+        progress("loading libraries")
+        from pd_service.models.config import load_model_config  # noqa: PLC0415  # torch takes seconds to import
+
+        model_config = load_model_config(model_dir)
+    asyncio.run(_until_signal(_serve(settings, model_dir, model_config)))
+
+
+def _model_dir(config: ServiceConfig, progress: Callable[[str], None]) -> Path:
+    if config.model != "demo":
+        return Path(config.model).expanduser().resolve()
+    from pd_service.demo import demo_model_dir  # noqa: PLC0415
+
+    return demo_model_dir(progress)
+
+
+async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end, or cancels it at the first SIGINT or SIGTERM and waits for its clean-up."""
+    stop = asyncio.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    working = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        console.print("stopping")
+        working.cancel()
+    stopping.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await working
+    if stop.is_set():
+        console.print("stopped")
+
+
+async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConfig) -> None:
+    with _progress_line() as progress:
+        progress("loading libraries")
+        from pd_service.cluster.service import running_service  # noqa: PLC0415  # Ray takes seconds to import
+
+        context = running_service(config, model_dir=model_dir, model_config=model_config, progress=progress)
+        async with contextlib.AsyncExitStack() as stack:
+            service = await stack.enter_async_context(context)
+            until_stopped = stack.pop_all()
+    async with until_stopped:
+        _show_service(service.gateway, await service.status(), config)
+        await asyncio.Event().wait()  # until cancelled
+
+
+@contextlib.contextmanager
+def _progress_line() -> Iterator[Callable[[str], None]]:
+    """On a terminal one line that changes; elsewhere a line for each new message."""
+    if not console.is_terminal:
+        yield lambda message: console.print(message, soft_wrap=True)
+        return
+    with console.status("starting") as line:
+        yield line.update
+
+
+def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse, config: ServiceConfig) -> None:
+    table = Table(title=f"{status.model}: ready")
+    for column in ("engine", "device", "attention", "data planes", "KV cache"):
+        table.add_column(column, overflow="fold")
+    memory = {"prefill": config.pools.prefill, "decode": config.pools.decode}
+    for engine in status.engines:
+        size = memory[engine.member.role].kv_cache_bytes.human_readable()
+        table.add_row(
+            engine.member.engine_id,
+            f"{engine.status.device} (configured)",
+            engine.status.attention,
+            engine.status.planes,
+            f"{_blocks(engine.status)} blocks of {config.engine.block_size} tokens (kv_cache_bytes: {size})",
+        )
+    console.print(table)
+    console.print("Try it from another terminal:", style="bold")
+    console.print(f'  pd-service generate "Why is the sky blue?" --address {gateway.grpc_address}', soft_wrap=True)
+    body = f'{{"model": "{status.model}", "prompt": "The sea is", "max_tokens": 32}}'
+    console.print(
+        f"  curl http://{gateway.http_address}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        soft_wrap=True,
+    )
+    console.print("Ctrl-C stops everything.")
+
+
+def _blocks(status: EngineStatus) -> str:
+    return ", ".join(f"{usage.total}" for usage in status.blocks)
+
+
+# ---- generate
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue or, with a chat model, to answer.")],
+    address: Address = DEFAULT_ADDRESS,
+    model: Annotated[str, typer.Option(help="Served model; empty: the one that is served.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Probability mass kept.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 keeps all.", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", min=0)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the answer; may be repeated.")] = None,
+) -> None:
+    """Stream an answer to the terminal, then show where the time went."""
+    sampling = generation_pb2.Sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
+    )
+    request = generation_pb2.GenerateRequest(model=model, sampling=sampling, stop=stop or [])
+    if raw:
+        request.text = prompt
+    else:
+        request.chat.messages.add(role="user", content=prompt)
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        answer = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+        try:
+            _print_answer(answer)
+        except KeyboardInterrupt:
+            answer.cancel()
+            console.print("\ncancelled")
+            sys.exit(130)
+
+
+def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
+    for response in answer:
+        if response.HasField("delta"):
+            print(response.delta.text, end="", flush=True)
+        else:
+            print()
+            console.print(_phase_table(response.finish))
+
+
+def _phase_table(finish: generation_pb2.Finish) -> Table:
+    phases = finish.phases
+    table = Table(title=f"{finish.reason}: {finish.prompt_tokens} prompt tokens, {finish.completion_tokens} generated")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("what it was")
+    wire = f"of it {phases.wire_ms:.1f} ms moving {phases.kv_bytes / 1e6:.1f} MB over {phases.plane}"
+    rows = (
+        ("queue", phases.queue_ms, "tokenizing, waiting for the prefill engine"),
+        ("prefill", phases.prefill_ms, "prompt to first token"),
+        ("transfer", phases.transfer_ms, wire if phases.plane else "no hand-over was needed"),
+        ("confirm", phases.confirm_ms, "the holder's yes"),
+        ("first decode step", phases.first_decode_ms, "to the second token"),
+        ("decode", phases.decode_ms, "to the last token"),
+        ("total", phases.total_ms, f"{finish.retries} retries"),
+    )
+    for name, value, meaning in rows:
+        table.add_row(name, f"{value:.1f}", meaning)
+    if phases.total_ms:
+        table.caption = f"{finish.completion_tokens / phases.total_ms * 1e3:.1f} tokens/s"
+    return table
+
+
+# ---- status
+
+
+@app.command()
+def status(address: Address = DEFAULT_ADDRESS) -> None:
+    """Show pools and engines."""
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        answer = admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5)
+    pools = Table(title=f"{answer.model}, membership {answer.membership_version}")
+    for column in ("pool", "ready", "asked", "replaced", "last failure"):
+        pools.add_column(column)
+    for pool in answer.pools:
+        pools.add_row(pool.role, str(pool.ready), str(pool.desired), str(pool.replaced), pool.last_failure)
+    console.print(pools)
+    engines = Table()
+    for column in ("engine", "state", "address", "pid", "incarnation", "running", "waiting", "KV used", "leases", "pulls"):
+        engines.add_column(column)
+    for engine in answer.engines:
+        engines.add_row(*_engine_row(engine))
+    console.print(engines)
+
+
+def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
+    member, status = engine.member, engine.status
+    if engine.problem:
+        return [member.engine_id, f"{member.state} ({engine.problem})", member.address]
+    used = ", ".join(f"{usage.attn_type} {usage.used}/{usage.total}" for usage in status.blocks)
+    counts = (status.load.running, status.load.waiting, used, status.leases, status.pulls)
+    return [member.engine_id, member.state, member.address, str(status.pid), status.incarnation, *map(str, counts)]
+
+
+# ---- doctor
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", "-f", help="YAML file of the service.")] = None,
+    model: Annotated[str | None, typer.Option(help='Hugging Face directory, or "demo".')] = None,
+) -> None:
+    """Check whether a service could start here, and say what is missing."""
+    settings = load_config(config, {} if model is None else {"model": model})
+    from pd_service.doctor import examine  # noqa: PLC0415  # imports torch
+
+    table = Table(title="pd-service doctor")
+    for column in ("check", "", "finding"):
+        table.add_column(column, overflow="fold")
+    findings = examine(settings)
+    for finding in findings:
+        table.add_row(finding.check, "[green]ok[/green]" if finding.is_ok else "[red]problem[/red]", finding.text)
+    console.print(table)
+    if not all(finding.is_ok for finding in findings):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A whole service on Ray: start or join a cluster, start the controller, run a gateway in this process, stop it all.
+
+    async with running_service(config, progress) as service:
+        ...                               # doors open, every engine ready
+    # nothing of it is left: no actor, no process, no shared memory
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+
+from pd_service.channels import channel_options
+from pd_service.cluster.controller import Controller
+from pd_service.config import ServiceConfig
+from pd_service.errors import ConfigError
+from pd_service.gateway.gateway import Gateway
+from pd_service.models.config import ModelConfig
+from pd_service.rpc import admin_pb2, admin_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_STOP_S = 3.0  # of the five seconds a whole stop may take
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Service:
+    """A running service, as the process that started it sees it."""
+
+    gateway: Gateway
+    model_name: str
+    admin_address: str
+
+    async def status(self) -> admin_pb2.StatusResponse:
+        async with grpc.aio.insecure_channel(self.admin_address, options=channel_options()) as channel:
+            return await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
+
+
+@asynccontextmanager
+async def running_service(
+    config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
+) -> AsyncIterator[Service]:
+    """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
+    model_name = config.served_model_name or model_dir.name
+    max_model_len = config.engine.max_model_len or model_config.max_model_len
+    gateway = Gateway(
+        config.gateway, model_dir=model_dir, model_config=model_config, model_name=model_name, max_model_len=max_model_len
+    )
+    progress("starting Ray")
+    starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
+    try:
+        host = await asyncio.shield(starting)
+        controller = _start_controller(config, model_dir, model_name, host)
+        try:
+            admin_address = await controller.start.remote()
+            await gateway.start(admin_address)
+            try:
+                service = Service(gateway=gateway, model_name=model_name, admin_address=admin_address)
+                await _wait_until_ready(service, progress)
+                yield service
+            finally:
+                await gateway.stop()
+        finally:
+            await _stop_controller(controller)
+    finally:
+        with suppress(ConfigError):
+            await starting  # a start that was interrupted has to end before it can be undone
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _start_ray(config: ServiceConfig) -> str | None:
+    """Returns the address engines listen on, None for each node's own in a cluster that was joined."""
+    # Ray would otherwise tell every process of the cluster to follow this one's standard streams.
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"pd-{secrets.token_hex(4)}"}
+    try:
+        if config.ray.address is not None:
+            ray.init(address=config.ray.address, **common)
+            return None
+        pools = (config.pools.prefill, config.pools.decode)
+        asked = math.ceil(sum(pool.replicas * pool.num_cpus for pool in pools))
+        ray.init(
+            address="local",
+            num_cpus=max(asked, os.cpu_count() or 1),  # a laptop runs the cluster it is asked for
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=80 * 2**20,  # requests never pass through Ray: its smallest store is enough
+            **common,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray cannot be started or joined: {error}") from error
+    return "127.0.0.1"
+
+
+def _start_controller(config: ServiceConfig, model_dir: Path, model_name: str, host: str | None) -> Any:
+    controller: Any = ray.remote(Controller)
+    return controller.options(
+        name="controller", lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100
+    ).remote(config.model_dump(mode="json"), str(model_dir), model_name, host)
+
+
+async def _wait_until_ready(service: Service, progress: Progress) -> None:
+    """Shows what the engines are doing until the gateway is connected to both pools. An engine that cannot start for a
+    reason that stays (a model that does not load, a cache that does not fit) ends the wait.
+    """
+    ready = asyncio.create_task(service.gateway.wait_until_ready())
+    watching = asyncio.create_task(_show_progress(service, progress))
+    try:
+        await asyncio.wait((ready, watching), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            raise ConfigError(watching.result())
+        await ready
+    finally:
+        ready.cancel()
+        watching.cancel()
+
+
+async def _show_progress(service: Service, progress: Progress) -> str:
+    """Returns only when an engine failed to start: with the reason."""
+    async with grpc.aio.insecure_channel(service.admin_address, options=channel_options()) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        async for membership in admin.WatchMembership(admin_pb2.WatchMembershipRequest()):
+            states = [f"{member.engine_id} {member.progress or member.state}" for member in membership.members]
+            progress("; ".join(sorted(states)))
+            status = await admin.Status(admin_pb2.StatusRequest())
+            failures = [f"{pool.role}: {pool.last_failure}" for pool in status.pools if pool.last_failure]
+            if failures:
+                return f"an engine failed to start: {'; '.join(failures)}"
+    return "the controller went away"
+
+
+async def _stop_controller(controller: Any) -> None:
+    try:
+        await asyncio.wait_for(controller.stop.remote(), CONTROLLER_STOP_S)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        logger.warning("the controller did not stop by itself: %r", error)
+    ray.kill(controller)

@@ -1,0 +1,184 @@
+"""One gateway: both doors, the story, and the membership it follows. Holds no state that another gateway needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import grpc
+import uvicorn
+
+from pd_service.channels import channel_options, server_options
+from pd_service.config import GatewaySettings, Role
+from pd_service.errors import ConfigError
+from pd_service.gateway.engines import Directory, EngineMember
+from pd_service.gateway.generation import Generation
+from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_standard_services
+from pd_service.gateway.http_door import make_app
+from pd_service.gateway.intake import Intake
+from pd_service.gateway.story import RequestStory
+from pd_service.gateway.tokenizer import Tokenizer
+from pd_service.metrics import GatewayMetrics
+from pd_service.models.config import ModelConfig
+from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+ADMIN_SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+RECONNECT_S = 0.5  # between attempts at a controller that is away
+STOP_GRACE_S = 0.5
+
+
+class Gateway:
+    def __init__(
+        self, settings: GatewaySettings, *, model_dir: Path, model_config: ModelConfig, model_name: str, max_model_len: int
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = Tokenizer(model_dir)
+        self.metrics = GatewayMetrics()
+        self.directory = Directory()
+        intake = Intake(
+            model_name=model_name,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            tokenizer=self._tokenizer,
+            max_requests=settings.max_requests,
+        )
+        story = RequestStory(self.directory, settings, self.metrics)
+        self.generation = Generation(intake=intake, story=story, metrics=self.metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def missing_pools(self) -> list[str]:
+        """Roles that no connected engine fills; none means that requests can be answered."""
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        return [role for role in roles if not self.directory.ready(role)]
+
+    async def start(self, admin_address: str | None) -> None:
+        """Binds both doors and follows the controller's membership; without one, the directory is the caller's.
+
+        Raises ConfigError when an address cannot be bound. `grpc_address` and `http_address` are set afterwards.
+        """
+        http_socket = _bind(self._settings.http)
+        self.http_address = "{}:{}".format(*http_socket.getsockname()[:2])
+        await self._start_grpc(admin_address)
+        self._start_http(http_socket)
+        if admin_address is not None:
+            self._tasks.append(asyncio.create_task(self._follow(admin_address)))
+
+    async def _start_grpc(self, admin_address: str | None) -> None:
+        server = grpc.aio.server(options=server_options())
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self.generation), server)
+        names = [SERVICE_NAME]
+        if admin_address is not None:
+            self._admin = grpc.aio.insecure_channel(admin_address, options=channel_options())
+            admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), server)
+            names.append(ADMIN_SERVICE_NAME)
+        self._health = await add_standard_services(server, names)
+        host, _, _ = self._settings.grpc.rpartition(":")
+        try:
+            port = server.add_insecure_port(self._settings.grpc)
+        except RuntimeError as error:
+            raise ConfigError(f"gateway.grpc: cannot bind {self._settings.grpc}; is the port in use?") from error
+        self.grpc_address = f"{host}:{port}"
+        await server.start()
+        self._grpc_server = server
+
+    def _start_http(self, bound: socket.socket) -> None:
+        app = make_app(self.generation, self.missing_pools)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+        self._http_server = _Uvicorn(config)
+        self._tasks.append(asyncio.create_task(self._http_server.serve(sockets=[bound])))
+
+    async def _follow(self, admin_address: str) -> None:
+        """Takes over each membership; while the controller is away the last one stays in use."""
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                stream = admin_pb2_grpc.AdminStub(self._admin).WatchMembership(admin_pb2.WatchMembershipRequest())
+                async for membership in stream:
+                    await self.directory.update(_ready_members(membership))
+            logger.warning("the controller at %s is away; going on with the engines known", admin_address)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def wait_until_ready(self) -> None:
+        """Returns when both pools have an engine that is connected."""
+        for role in ("prefill", "decode"):
+            await self.directory.wait_for(cast(Role, role), timeout_s=float("inf"))
+        await self._health.report(is_serving=True)
+
+    async def stop(self) -> None:
+        """Ends open streams with UNAVAILABLE after a short grace, then both doors."""
+        await self._health.report(is_serving=False)
+        self._http_server.should_exit = True
+        await self._grpc_server.stop(STOP_GRACE_S)
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.directory.close()
+        if hasattr(self, "_admin"):
+            await self._admin.close()
+        self._tokenizer.close()
+
+
+class _AdminPassage(admin_pb2_grpc.AdminServicer):
+    """Passes the operator's calls on to the controller, so that an operator needs one address."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._admin = admin_pb2_grpc.AdminStub(channel)
+
+    async def Status(  # noqa: N802
+        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.StatusResponse:
+        try:
+            return await self._admin.Status(request, timeout=context.time_remaining())
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), f"the controller did not answer: {error.details()}")
+
+    async def WatchMembership(  # noqa: N802
+        self, request: admin_pb2.WatchMembershipRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.Membership]:
+        try:
+            async for membership in self._admin.WatchMembership(request):
+                yield membership
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), f"the controller is away: {error.details()}")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals belong to the process, not to its HTTP door."""
+
+    @contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        yield
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"gateway.http: {address!r} is not host:port")
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, int(port)))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"gateway.http: cannot bind {address}: {error.strerror}") from error
+    return bound
+
+
+def _ready_members(membership: admin_pb2.Membership) -> list[EngineMember]:
+    return [
+        EngineMember(
+            engine_id=member.engine_id,
+            role=cast(Role, member.role),
+            address=member.address,
+            incarnation=member.incarnation,
+        )
+        for member in membership.members
+        if member.state == "ready"
+    ]
