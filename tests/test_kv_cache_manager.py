@@ -69,11 +69,13 @@ def test_lookahead_gets_blocks_and_never_drives_reclaim() -> None:
 
 
 def test_no_block_lies_beyond_the_model_length() -> None:
-    kv = new_kv({"FullAttention": 40, "SlidingWindow": 40}, max_model_len=10)
+    kv = new_kv({"FullAttention": 40, "SlidingWindow": 40}, window=4, max_model_len=10)
     assert kv.allocate_slots("r", 0, 9)
     assert kv.allocate_slots("r", 9, 5, lookahead_tokens=5)
-    assert kv.allocate_slots("r", 12, 1)
-    assert {len(table) for table in kv.get_block_ids("r").values()} == {3}
+    assert kv.allocate_slots("r", 13, 1)
+    tables = kv.get_block_ids("r")
+    assert {len(table) for table in tables.values()} == {3}
+    assert tables["SlidingWindow"].count(0) == 1  # what token 10 would see, not what token 13 would
     kv.check()
 
 
@@ -118,6 +120,11 @@ def test_what_can_ever_be_held_depends_on_usable_blocks_only(usable: int, fits: 
     assert kv.can_ever_hold(17) is fits
     assert kv.allocate_slots("other", 0, 16)
     assert kv.can_ever_hold(17) is fits
+
+
+def test_more_than_the_model_length_is_never_held() -> None:
+    kv = new_kv({"FullAttention": 40, "SlidingWindow": 40}, max_model_len=40)
+    assert kv.can_ever_hold(40)
     assert not kv.can_ever_hold(41)
 
 
