@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from pd_service.errors import InvalidRequest
 from pd_service.gateway.intake import (
@@ -57,8 +57,8 @@ class GenerationBody(_Body):
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    stop: str | Annotated[list[str], FailFast()] | None = None
-    stop_token_ids: Annotated[list[int], FailFast()] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -166,7 +166,7 @@ class MessageBody(_Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[MessageBody], FailFast()]
+    messages: Annotated[list[MessageBody], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
