@@ -107,6 +107,18 @@ class KVCacheManager:
             for attn_type, manager in self.managers.items()
         }
 
+    def num_blocks_lacking(self, request_id: str | None, computed_tokens: int, num_tokens: int) -> dict[str, int]:
+        """Blocks by attn_type that the request still has to get until it has `num_tokens` tokens. Changes nothing.
+
+        For admission: unlike `num_blocks_needed` it counts what the request gives back between steps of at most
+        `max_step_tokens` tokens. None asks for a request that owns no blocks.
+        """
+        num_tokens, computed_tokens = min(num_tokens, self.max_model_len), min(computed_tokens, self.max_model_len)
+        return {
+            attn_type: manager.get_num_lacking_blocks(request_id or "", num_tokens, computed_tokens, self.max_step_tokens)
+            for attn_type, manager in self.managers.items()
+        }
+
     def peak_blocks_needed(self, num_tokens: int) -> dict[str, int]:
         """Most blocks by attn_type that a request of `num_tokens` tokens, output included, holds at any moment."""
         return {

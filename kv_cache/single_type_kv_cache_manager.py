@@ -78,6 +78,16 @@ class SingleTypeKVCacheManager(ABC):
         """Most blocks that a request of `num_tokens` tokens holds at once, at most `max_step_tokens` new per step."""
         return num_logical_blocks(num_tokens, self.block_size)
 
+    def get_num_lacking_blocks(self, request_id: str, num_tokens: int, computed_tokens: int, max_step_tokens: int) -> int:
+        """Blocks the request still needs, beside those it keeps, to reach `num_tokens` tokens. Changes nothing.
+
+        What it gives back on the way counts: a table much longer than a window needs only the window's peak.
+        """
+        num_skipped = self.get_num_skipped_tokens(computed_tokens) // self.block_size
+        num_kept = max(0, len(self.req_to_blocks.get(request_id, ())) - num_skipped)
+        num_to_peak = max(0, self.get_peak_num_blocks(num_tokens, max_step_tokens) - num_kept)
+        return min(num_to_peak, self.get_num_blocks_to_allocate(request_id, num_tokens, computed_tokens))
+
     @abstractmethod
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no token after `num_computed_tokens` computed ones can see."""

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from pd_service.models.config import ModelConfig
     from pd_service.rpc.engine_pb2 import EngineStatus
 
-app = typer.Typer(help="Prefill/decode disaggregation for LLM inference.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Prefill/decode disaggregation for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 

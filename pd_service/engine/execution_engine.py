@@ -94,10 +94,7 @@ class ExecutionEngine:
             positions=positions,
             query_lens=[s.num_tokens for s in batch],
             kv_lens=[s.state.num_computed + s.num_tokens for s in batch],
-            block_ids=[
-                {attn_type: list(ids) for attn_type, ids in self.kv_cache_manager.get_block_ids(s.state.request_id).items()}
-                for s in batch
-            ],
+            block_ids=[self.kv_cache_manager.get_block_ids(s.state.request_id) for s in batch],
             sampled_rows=sampled,
             sampling=[batch[row].state.request.sampling for row in sampled],
             sample_positions=[len(batch[row].state.token_ids) for row in sampled],

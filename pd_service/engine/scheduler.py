@@ -221,16 +221,11 @@ class Scheduler:
         """Recounts everything; called after each operation by the tests, and by an idle engine."""
         self._kv.check()
         for state in self._requests.values():
-            owned = self._owned_blocks(state)
-            assert bool(owned) <= (state.status is not Status.WAITING), f"{state.request_id} waits and owns {owned}"
+            owns_blocks = self._kv.owns_blocks(state.request_id)
+            assert not (owns_blocks and state.status is Status.WAITING), f"{state.request_id} waits and owns blocks"
+            assert owns_blocks or state.status in (Status.WAITING, Status.RUNNING), f"{state.request_id} lost its blocks"
         receiving = sum(s.status is Status.RECEIVING for s in self._requests.values())
         assert receiving == self._num_receiving
-
-    def _owned_blocks(self, state: RequestState) -> list[int]:
-        try:
-            return [b for table in self._kv.get_block_ids(state.request_id).values() for b in table]
-        except KeyError:
-            return []
 
     # ---- admission
 
@@ -306,7 +301,7 @@ class Scheduler:
         tokens = min(len(state.token_ids) + self._block_size, state.max_cached_tokens)
         computed = len(state.token_ids) - 1 if state.takes_ticket else state.num_computed
         owner = state.request_id if state.status is not Status.WAITING else None
-        return self._kv.num_blocks_needed(owner, computed, max(tokens, computed + 1))
+        return self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))
 
     def _start_pull(self, state: RequestState) -> None:
         received = len(state.token_ids) - 1
@@ -316,7 +311,7 @@ class Scheduler:
         self._num_receiving += 1
         ticket = state.request.ticket
         assert ticket is not None
-        tables = {attn_type: list(ids) for attn_type, ids in self._kv.get_block_ids(state.request_id).items()}
+        tables = self._kv.get_block_ids(state.request_id)
         self._pulls.append(PullOrder(request_id=state.request_id, ticket=ticket, tables=tables))
 
     def _received(self, request_id: RequestId) -> RequestState | None:
@@ -408,7 +403,7 @@ class Scheduler:
     def _hold(self, state: RequestState) -> None:
         self._running.remove(state)
         state.status = Status.HELD
-        tables = {attn_type: list(ids) for attn_type, ids in self._kv.get_block_ids(state.request_id).items()}
+        tables = self._kv.get_block_ids(state.request_id)
         tokens = state.request.token_ids
         self._holds[state.request_id] = Hold(
             request_id=state.request_id, tables=tables, num_tokens=len(tokens), token_digest=token_digest(tokens)
@@ -430,7 +425,7 @@ class Scheduler:
         del self._requests[state.request_id]
 
     def _free_blocks(self, state: RequestState) -> None:
-        if self._owned_blocks(state):
+        if self._kv.owns_blocks(state.request_id):
             self._kv.free(state.request_id)
 
 

@@ -113,7 +113,7 @@ class EngineClient:
                 if first is grpc.aio.EOF:
                     return "the engine closed it"
                 self._connected(first.hello)
-                async for message in stream:
+                while (message := await stream.read()) is not grpc.aio.EOF:
                     self._deliver(message.events)
                 return "the engine closed it"
         except grpc.aio.AioRpcError as error:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -54,10 +54,11 @@ class Gateway:
         self.generation = Generation(intake=intake, story=story, metrics=self.metrics)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def missing_pools(self) -> list[str]:
-        """Roles that no connected engine fills; none means that requests can be answered."""
+    def unready_reason(self) -> str | None:
+        """Why requests cannot be answered now; None when each pool has a connected engine."""
         roles: tuple[Role, ...] = ("prefill", "decode")
-        return [role for role in roles if not self.directory.ready(role)]
+        missing = [role for role in roles if not self.directory.ready(role)]
+        return f"no engine is connected for: {', '.join(missing)}" if missing else None
 
     async def start(self, admin_address: str | None) -> None:
         """Binds both doors and follows the controller's membership; without one, the directory is the caller's.
@@ -90,7 +91,7 @@ class Gateway:
         self._grpc_server = server
 
     def _start_http(self, bound: socket.socket) -> None:
-        app = make_app(self.generation, self.missing_pools)
+        app = make_app(self.generation, self.unready_reason)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
         self._http_server = _Uvicorn(config)
         self._tasks.append(asyncio.create_task(self._http_server.serve(sockets=[bound])))

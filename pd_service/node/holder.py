@@ -215,7 +215,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         return None
 
     def _open(self, channel: _Channel, lease_id: str, now: float) -> pb.HolderMessage:
-        if not self._leases.open_read(lease_id, now):
+        if not self._leases.read_opened(lease_id, now):
             return _ended(lease_id)
         held = self._held[lease_id]
         held.opened_by.add(channel)

@@ -130,7 +130,7 @@ class _Peer:
     async def _read(self) -> None:
         reason = "the holder closed the channel"
         try:
-            async for message in self._stream:
+            while (message := await self._stream.read()) is not grpc.aio.EOF:
                 self._dispatch(message)
         except grpc.aio.AioRpcError as error:
             reason = f"the channel to {self.address} broke: {error.code().name}"

@@ -1,0 +1,152 @@
+"""A scheduler on a real KV manager and a model that is a hash of the tokens, driven by hand: what several tests share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kv_cache import KVCacheManager
+from pd_service.engine.messages import StepOutput
+from pd_service.engine.request_state import PullStats, token_digest
+from pd_service.engine.scheduler import SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
+from tests.kv_model import new_kv
+
+VOCAB = 1000
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The model: a pure function of everything before."""
+    digest = hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % VOCAB
+
+
+def continuation(token_ids: Sequence[int], count: int) -> list[int]:
+    """What an undisturbed run generates."""
+    tokens = list(token_ids)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(token_ids) :]
+
+
+def new_request(
+    name: str,
+    num_tokens: int,
+    max_new_tokens: int = 4,
+    *,
+    prefill_only: bool = False,
+    with_ticket: bool = False,
+    stop: frozenset[int] = frozenset(),
+) -> EngineRequest:
+    """Tokens that depend on the name, so that no two requests are alike."""
+    tokens = tuple(continuation([sum(name.encode())], num_tokens))
+    ticket = Ticket(
+        address="holder:1", incarnation="i", lease_id="l", num_tokens=num_tokens - 1, token_digest=token_digest(tokens[:-1])
+    )
+    return EngineRequest(
+        request_id=RequestId(name),
+        token_ids=tokens,
+        num_prompt_tokens=num_tokens,
+        max_new_tokens=max_new_tokens,
+        sampling=EngineSampling(stop_token_ids=stop),
+        prefill_only=prefill_only,
+        ticket=ticket if with_ticket else None,
+    )
+
+
+class Driver:
+    """Runs steps one by one and keeps what came out of them."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        *,
+        block_size: int = 4,
+        budget: int = 16,
+        max_num_seqs: int = 8,
+        max_waiting: int = 8,
+        max_model_len: int = 128,
+        attn_types: Sequence[str] = ("FullAttention",),
+        window: int = 8,
+    ) -> None:
+        """`num_blocks` usable ones per attention type."""
+        self.kv: KVCacheManager = new_kv(
+            {attn_type: num_blocks + 1 for attn_type in attn_types},
+            block_size=block_size,
+            window=window,
+            max_model_len=max_model_len,
+            max_step_tokens=budget,
+        )
+        limits = SchedulerLimits(
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+        )
+        self.scheduler = Scheduler(self.kv, limits, block_size)
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, FinishReason] = {}
+        self.errors: dict[str, Exception] = {}
+        self.pulls: list[str] = []
+        self.held: list[str] = []
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request, 0.0)
+        self.collect()
+
+    def arrive(self, name: str) -> None:
+        self.pulls.remove(name)
+        self.scheduler.kv_arrived(RequestId(name), PullStats(), 0.0)
+        self.collect()
+
+    def begin(self) -> list[ScheduledRequest]:
+        batch = self.scheduler.schedule(0.0)
+        self.collect()
+        return batch
+
+    def end(self, batch: list[ScheduledRequest]) -> None:
+        """The step ends: every fully computed request gets its token."""
+        if batch:
+            sampled = {s.state.request_id: SampledToken(next_token(s.state.token_ids)) for s in batch if s.is_sampled}
+            self.scheduler.process_output(batch, sampled, 0.0)
+        self.collect()
+
+    def step(self) -> list[str]:
+        """A whole step; returns the names of its requests."""
+        batch = self.begin()
+        self.end(batch)
+        return [s.state.request_id for s in batch]
+
+    def run(self, max_steps: int = 1000) -> None:
+        """Steps until there is nothing to run; pulls arrive at once."""
+        for _ in range(max_steps):
+            for name in list(self.pulls):
+                self.arrive(name)
+            if not self.step() and not self.pulls:
+                return
+        raise AssertionError("the requests do not come to an end")
+
+    def collect(self) -> None:
+        self.scheduler.check()
+        output: StepOutput | None = self.scheduler.take_output()
+        if output is None:
+            return
+        for event in output.events:
+            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish is not None:
+                self.finish[event.request_id] = event.finish
+            if event.error is not None:
+                self.errors[event.request_id] = event.error
+        self.pulls += [order.request_id for order in output.pulls]
+        self.held += list(output.holds)
+
+    @property
+    def num_free(self) -> int:
+        return min(self.kv.num_free_blocks().values())
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is left and every block is free."""
+        load = self.scheduler.load()
+        return self.kv.num_free_blocks() == self.kv.num_usable_blocks() and not load.running + load.waiting

@@ -1,0 +1,360 @@
+"""Laws of the scheduler, on the real KV manager and a model that hashes its tokens."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, TransferFailed
+from pd_service.request import FinishReason, RequestId
+from tests.scheduling import Driver, continuation, new_request, next_token
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 8, 16, 17, 40])
+def test_output_is_what_an_undisturbed_run_gives(num_tokens: int) -> None:
+    driver = Driver()
+    request = new_request("a", num_tokens, max_new_tokens=9)
+    driver.add(request)
+    driver.run()
+    assert driver.tokens["a"] == continuation(request.token_ids, 9)
+    assert driver.finish["a"] is FinishReason.LENGTH
+    assert driver.is_empty
+
+
+def test_a_stop_token_ends_the_request_and_is_not_delivered() -> None:
+    request = new_request("a", 5, max_new_tokens=9)
+    expected = continuation(request.token_ids, 9)
+    driver = Driver()
+    driver.add(new_request("a", 5, max_new_tokens=9, stop=frozenset({expected[3]})))
+    driver.run()
+    assert driver.tokens["a"] == expected[:3]
+    assert driver.finish["a"] is FinishReason.STOP
+    assert driver.is_empty
+
+
+def test_prefill_only_gives_one_token_and_holds_its_blocks_until_released() -> None:
+    driver = Driver()
+    driver.add(new_request("a", 9, prefill_only=True))
+    driver.run()
+    assert driver.finish["a"] is FinishReason.PREFILLED
+    assert len(driver.tokens["a"]) == 1
+    assert driver.held == ["a"]
+    assert driver.num_free == 32 - 3
+    driver.scheduler.cancel(RequestId("a"))  # a held request belongs to its lease
+    assert driver.num_free == 32 - 3
+    driver.scheduler.release_held(RequestId("a"))
+    driver.scheduler.release_held(RequestId("a"))
+    assert driver.is_empty
+
+
+@pytest.mark.parametrize("changes", [{"max_new_tokens": 1}, {"stop": frozenset(range(1000))}])
+def test_prefill_that_ends_with_its_first_token_holds_nothing(changes: dict[str, object]) -> None:
+    driver = Driver()
+    driver.add(new_request("a", 9, prefill_only=True, **changes))  # type: ignore[arg-type]
+    driver.run()
+    assert driver.finish["a"] in (FinishReason.LENGTH, FinishReason.STOP)
+    assert not driver.held
+    assert driver.is_empty
+
+
+def test_three_poolfuls_of_prefills_leave_nothing_behind() -> None:
+    driver = Driver(num_blocks=6)
+    for i in range(18):
+        driver.add(new_request(f"r{i}", 9, prefill_only=True))
+        driver.run()
+        driver.scheduler.release_held(RequestId(f"r{i}"))
+    assert len(driver.tokens) == 18
+    assert driver.is_empty
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "said"),
+    [
+        (new_request("", 4), "request_id", "empty"),
+        (new_request("a", 125, max_new_tokens=4), "max_tokens", "125 tokens and 4"),
+        (new_request("a", 100, max_new_tokens=20), "max_tokens", "119 tokens do not fit"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(request_: object, field: str, said: str) -> None:
+    driver = Driver(num_blocks=16)
+    driver.add(request_)  # type: ignore[arg-type]
+    error = next(iter(driver.errors.values()))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+    assert said in str(error)
+    assert driver.is_empty
+
+
+def test_a_second_live_request_with_one_id_leaves_the_first_untouched() -> None:
+    driver = Driver()
+    request = new_request("a", 5, max_new_tokens=6)
+    driver.add(request)
+    driver.step()
+    driver.add(request)
+    assert isinstance(driver.errors.pop("a"), InvalidRequest)
+    driver.run()
+    assert driver.tokens["a"] == continuation(request.token_ids, 6)
+
+
+def test_a_full_queue_refuses_and_changes_nothing() -> None:
+    driver = Driver(num_blocks=4, max_waiting=1)
+    for name in "abc":
+        driver.add(new_request(name, 8, max_new_tokens=8))
+    assert list(driver.errors) == ["c"]
+    assert isinstance(driver.errors["c"], Overloaded)
+    driver.run()
+    assert {name: len(driver.tokens[name]) for name in "ab"} == {"a": 8, "b": 8}
+    assert driver.is_empty
+
+
+def test_received_request_runs_one_position_and_owns_one_block_more_at_a_multiple() -> None:
+    for received in (4, 8, 12, 16):
+        driver = Driver()
+        request = new_request("a", received + 1, with_ticket=True)
+        driver.add(request)
+        assert driver.pulls == ["a"]
+        assert driver.num_free == 32 - (received // 4 + 1)
+        driver.arrive("a")
+        batch = driver.begin()
+        assert [(s.num_tokens, s.state.num_computed) for s in batch] == [(1, received)]
+        driver.end(batch)
+        driver.run()
+        assert driver.tokens["a"] == continuation(request.token_ids, 4)
+        assert driver.is_empty
+
+
+def test_admission_counts_what_both_need_so_both_finish() -> None:
+    driver = Driver(num_blocks=7)
+    for name, received in (("a", 16), ("b", 12)):
+        driver.add(new_request(name, received + 1, max_new_tokens=4, with_ticket=True))
+    driver.run()
+    assert {name: len(driver.tokens[name]) for name in "ab"} == {"a": 4, "b": 4}
+    assert driver.is_empty
+
+
+def test_a_received_request_runs_within_two_steps_beside_a_long_prompt() -> None:
+    driver = Driver(num_blocks=64, budget=8, max_num_seqs=4)
+    driver.add(new_request("long", 100))
+    driver.step()
+    driver.add(new_request("r", 9, with_ticket=True))
+    driver.arrive("r")
+    assert "r" in driver.step() + driver.step()
+
+
+def test_a_waiting_request_that_does_not_fit_never_stops_one_that_has_arrived() -> None:
+    driver = Driver(num_blocks=8)
+    driver.add(new_request("r", 9, max_new_tokens=8, with_ticket=True))
+    driver.add(new_request("big", 24, max_new_tokens=4))
+    driver.arrive("r")
+    assert driver.step() == ["r"]
+
+
+def test_preempted_after_hand_over_is_recomputed_here_and_never_pulled_again() -> None:
+    driver = Driver(num_blocks=8, budget=8)
+    requests = [new_request(name, 9, max_new_tokens=16, with_ticket=True) for name in "ab"]
+    for request in requests:
+        driver.add(request)
+    driver.run()
+    assert driver.scheduler.counters.preemptions > 0
+    assert driver.scheduler.counters.received_tokens == 16
+    for request in requests:
+        assert driver.tokens[request.request_id] == continuation(request.token_ids, 16)
+    assert driver.is_empty
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    driver = Driver(num_blocks=6, budget=8)
+    for name in "abc":
+        driver.add(new_request(name, 4, max_new_tokens=20))
+    while "a" not in driver.finish:
+        before = len(driver.tokens.get("a", []))
+        driver.step()
+        assert len(driver.tokens["a"]) == before + 1
+    driver.run()
+    assert set(driver.finish) == set("abc")
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_cancel_frees_only_when_the_step_in_flight_has_ended(in_flight: bool) -> None:
+    driver = Driver()
+    driver.add(new_request("a", 8, max_new_tokens=8))
+    driver.step()
+    batch = driver.begin() if in_flight else []
+    driver.scheduler.cancel(RequestId("a"))
+    driver.scheduler.check()
+    assert (driver.num_free == 32) is not in_flight
+    driver.end(batch)
+    assert driver.is_empty
+    assert len(driver.tokens["a"]) == 1
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_cancel_during_a_pull_waits_for_the_pulls_end(arrives: bool) -> None:
+    driver = Driver()
+    driver.add(new_request("a", 9, with_ticket=True))
+    driver.scheduler.cancel(RequestId("a"))
+    assert driver.num_free == 32 - 3
+    if arrives:
+        driver.arrive("a")
+    else:
+        driver.scheduler.kv_failed(RequestId("a"), TransferFailed("lost"))
+    driver.collect()
+    assert driver.is_empty
+    assert not driver.errors
+
+
+def test_a_failed_pull_fails_its_request_alone() -> None:
+    driver = Driver()
+    for name in "ab":
+        driver.add(new_request(name, 9, with_ticket=True))
+    driver.scheduler.kv_failed(RequestId("a"), OSError("cut"))
+    driver.pulls.remove("a")
+    driver.run()
+    assert isinstance(driver.errors["a"], TransferFailed)
+    assert len(driver.tokens["b"]) == 4
+    assert driver.is_empty
+
+
+def test_a_failed_step_fails_its_requests_alone() -> None:
+    driver = Driver(budget=8)
+    driver.add(new_request("a", 5))
+    batch = driver.begin()
+    driver.add(new_request("b", 5))
+    driver.scheduler.fail_step(batch, RuntimeError("out of memory"))
+    driver.run()
+    assert isinstance(driver.errors["a"], EngineFailed)
+    assert len(driver.tokens["b"]) == 4
+    assert driver.is_empty
+
+
+def test_late_and_unknown_messages_change_nothing_and_are_counted() -> None:
+    driver = Driver()
+    driver.add(new_request("req-10", 5))
+    for call in (driver.scheduler.cancel, driver.scheduler.release_held):
+        call(RequestId("req-1"))
+    driver.scheduler.kv_failed(RequestId("req-10"), TransferFailed("late"))
+    assert driver.scheduler.counters.ignored_messages == 3
+    driver.run()
+    assert len(driver.tokens["req-10"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "digest"), [(7, None), (9, None), (8, b"other tokens")], ids=["fewer", "more", "others"]
+)
+def test_a_ticket_for_other_tokens_is_refused(num_tokens: int, digest: bytes | None) -> None:
+    from dataclasses import replace
+
+    request = new_request("a", 9, with_ticket=True)
+    assert request.ticket is not None
+    ticket = replace(request.ticket, num_tokens=num_tokens, token_digest=digest or request.ticket.token_digest)
+    driver = Driver()
+    driver.add(replace(request, ticket=ticket))
+    assert isinstance(driver.errors["a"], TransferFailed)
+    assert driver.is_empty
+
+
+def test_a_window_is_charged_its_bounded_need() -> None:
+    driver = Driver(num_blocks=22, budget=8, window=8, attn_types=("SlidingWindow",), max_model_len=128)
+    driver.add(new_request("a", 64, max_new_tokens=8))
+    driver.run()
+    assert len(driver.tokens["a"]) == 8
+    small = Driver(num_blocks=5, budget=8, window=8, attn_types=("SlidingWindow",), max_model_len=128)
+    small.add(new_request("a", 64, max_new_tokens=8))
+    small.run()
+    assert len(small.tokens["a"]) == 8
+
+
+class SchedulerLaws(RuleBasedStateMachine):
+    """Random lives of requests in a tiny pool. Whatever happens, tokens are right, blocks add up, all comes to an end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(num_blocks=9, budget=6, max_num_seqs=4, max_waiting=3, attn_types=self.attn_types)
+        self.requests: dict[str, object] = {}
+        self.cancelled: set[str] = set()
+        self.batch: list[object] = []
+        self.count = 0
+
+    attn_types = ("FullAttention", "SlidingWindow")
+
+    @rule(
+        num_tokens=st.integers(1, 20),
+        max_new=st.integers(1, 12),
+        kind=st.sampled_from(["whole", "prefill", "ticket"]),
+    )
+    def add(self, num_tokens: int, max_new: int, kind: str) -> None:
+        name = f"r{self.count}"
+        self.count += 1
+        request = new_request(
+            name, num_tokens, max_new, prefill_only=kind == "prefill", with_ticket=kind == "ticket" and num_tokens > 1
+        )
+        self.requests[name] = request
+        self.driver.add(request)
+
+    @precondition(lambda self: not self.batch)
+    @rule()
+    def begin(self) -> None:
+        self.batch = self.driver.begin()  # type: ignore[assignment]
+
+    @precondition(lambda self: self.batch)
+    @rule(fails=st.booleans())
+    def end(self, fails: bool) -> None:
+        batch, self.batch = self.batch, []
+        if fails and len(batch) == 1:
+            self.driver.scheduler.fail_step(batch, RuntimeError("step"))  # type: ignore[arg-type]
+            self.driver.collect()
+        else:
+            self.driver.end(batch)  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        if name not in self.driver.finish and name not in self.driver.errors:
+            self.cancelled.add(name)
+        self.driver.scheduler.cancel(RequestId(name))
+        self.driver.collect()
+
+    @precondition(lambda self: self.driver.pulls)
+    @rule(data=st.data(), fails=st.booleans())
+    def pull_ends(self, data: st.DataObject, fails: bool) -> None:
+        name = data.draw(st.sampled_from(self.driver.pulls))
+        if fails:
+            self.driver.pulls.remove(name)
+            self.driver.scheduler.kv_failed(RequestId(name), TransferFailed("lost"))
+            self.driver.collect()
+        else:
+            self.driver.arrive(name)
+
+    @precondition(lambda self: self.driver.held)
+    @rule()
+    def lease_ends(self) -> None:
+        self.driver.scheduler.release_held(RequestId(self.driver.held.pop(0)))
+        self.driver.collect()
+
+    @invariant()
+    def tokens_are_right(self) -> None:
+        for name, tokens in self.driver.tokens.items():
+            expected = continuation(self.requests[name].token_ids, len(tokens))  # type: ignore[attr-defined]
+            assert tokens == expected
+
+    def teardown(self) -> None:
+        if self.batch:
+            self.end(False)
+        for _ in range(200):
+            while self.driver.held:
+                self.lease_ends()
+            if self.driver.is_empty:
+                break
+            self.driver.run()
+        assert self.driver.is_empty
+        done = set(self.driver.finish) | set(self.driver.errors) | self.cancelled
+        assert done == set(self.requests)
+
+
+TestSchedulerLaws = SchedulerLaws.TestCase
+TestSchedulerLaws.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_the_model_of_these_tests_depends_on_every_token() -> None:
+    assert next_token([1, 2, 3]) != next_token([1, 3, 2])
