@@ -1,7 +1,7 @@
 """The operators in plain torch: what runs on a CPU, and the specification for every other device.
 
-Each function is pure except `write_kv`, which writes the cache. A row (token) of a result never depends on the other
-rows of the batch, to the last bit: a request gets the same tokens alone and among others.
+Each function is pure except `write_kv`, which writes the cache. With oneDNN, a row (token) of a result never depends on
+the other rows of the batch, to the last bit: a request gets the same tokens alone and among others.
 
 Attention reads exactly the slots a query may see, one request at a time:
 
