@@ -484,6 +484,35 @@ def test_every_submission_has_exactly_one_outcome(tokenizer: Tokenizer) -> None:
     assert is_idle(generation, story)
 
 
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward."""
+
+    ahead_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+@pytest.mark.parametrize(("cancelled_after_s", "outcome"), [(3590.0, "deadline"), (1800.0, "aborted")])
+def test_a_call_cancelled_just_before_its_deadline_met_it(
+    tokenizer: Tokenizer, cancelled_after_s: float, outcome: str
+) -> None:
+    generation = make_generation(tokenizer, story := FakeStory(asyncio.Event()))
+    loop = SteppedLoop()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(collect(generation, request(), loop.time() + 3600.0))
+        await story.started.get()
+        loop.ahead_s = cancelled_after_s
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(scenario())
+    assert outcomes(generation) == {outcome: 1}
+
+
 def test_a_reader_that_leaves_after_the_finish_did_not_abort(tokenizer: Tokenizer) -> None:
     generation = make_generation(tokenizer, FakeStory(tokens(5), end()))
 
@@ -512,4 +541,3 @@ def test_two_gateways_in_one_process_count_apart(tokenizer: Tokenizer) -> None:
     first, second = (make_generation(tokenizer, FakeStory(end())) for _ in range(2))
     asyncio.run(collect(first, request()))
     assert (outcomes(first), outcomes(second)) == ({"finished": 1}, {})
-

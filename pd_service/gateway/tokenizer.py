@@ -97,7 +97,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{field}: not Unicode text: {error.reason} at {error.start}", field) from error
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: the call for a single text keeps Python's lock while it works, this one lets the loop run.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
         return token_ids
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
