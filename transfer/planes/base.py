@@ -12,14 +12,15 @@ holder's memory. What a read returned may be used only after the holder confirme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 class PlaneError(Exception):
@@ -73,6 +74,47 @@ class Runs:
         return int(self.length.sum())
 
 
+def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Sequence[int]) -> str | None:
+    """The first run that does not lie inside its buffer, in words; None when all do. `lens` is bytes per buffer.
+
+    Safe for any int64 values: they may come from another process.
+    """
+    if not len(buffer):
+        return None
+    sizes = np.asarray(lens, np.int64)
+    known = (buffer >= 0) & (buffer < len(sizes))
+    size = sizes[np.where(known, buffer, 0)] if len(sizes) else np.zeros_like(buffer)
+    # `size - length` cannot overflow once length is known to be in [0, size].
+    inside = known & (length >= 0) & (length <= size) & (offset >= 0) & (offset <= size - np.clip(length, 0, size))
+    if inside.all():
+        return None
+    i = int(np.argmin(inside))
+    where = f"of {size[i]} bytes" if known[i] else f"which does not exist ({len(sizes)} buffers)"
+    return f"run {i}: {length[i]} bytes at {offset[i]} of buffer {buffer[i]} {where}"
+
+
+def check_source(runs: Runs, lens: Sequence[int]) -> None:
+    """Raises PlaneError unless every run lies inside the holder's buffers, of `lens` bytes."""
+    problem = outside(runs.src_buffer, runs.src_offset, runs.length, lens)
+    if problem is not None:
+        raise PlaneError(f"source {problem}")
+
+
+def check_destination(runs: Runs, lens: Sequence[int]) -> None:
+    """Raises PlaneError unless every run lies inside the reader's buffers, of `lens` bytes."""
+    problem = outside(runs.dst_buffer, runs.dst_offset, runs.length, lens)
+    if problem is not None:
+        raise PlaneError(f"destination {problem}")
+
+
+def endpoint_field(endpoint: Mapping[str, object], name: str, kind: type[T]) -> T:
+    """Field `name` of an endpoint another process described. Raises PlaneUnavailable unless it has that type."""
+    value = endpoint.get(name)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise PlaneUnavailable(f"the endpoint's field {name!r} should be {kind.__name__}, given {value!r}")
+    return value
+
+
 class Guard(Protocol):
     """Decides on the holder whether a read may be served. Called from plane threads."""
 
@@ -81,18 +123,21 @@ class Guard(Protocol):
 
 
 class PlaneServer(Protocol):
-    """The holder's side."""
+    """The holder's side. The buffers must stay mapped until `close` has returned."""
 
     @property
     def endpoint(self) -> Mapping[str, object]:
         """What a reader needs to connect; msgpack types only."""
 
     def close(self) -> None:
-        """Ends every transfer and releases everything. May be called twice."""
+        """Ends every transfer this side can see and releases everything. May be called twice."""
 
 
 class PlaneReader(Protocol):
-    """The reader's side of one (reader, holder) pair. `read` may be called from several threads at once."""
+    """The reader's side of one (reader, holder) pair. `read` may be called from several threads at once.
+
+    The reader's own buffers must stay mapped until `close` has returned; after that nothing is written into them.
+    """
 
     def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
         """Copies all runs, or raises PlaneError (also at the timeout, and when closed meanwhile)."""
