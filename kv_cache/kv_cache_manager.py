@@ -115,7 +115,9 @@ class KVCacheManager:
         """
         num_tokens, computed_tokens = min(num_tokens, self.max_model_len), min(computed_tokens, self.max_model_len)
         return {
-            attn_type: manager.get_num_lacking_blocks(request_id or "", num_tokens, computed_tokens, self.max_step_tokens)
+            attn_type: manager.get_num_lacking_blocks(
+                request_id or "", num_tokens, computed_tokens, self.max_step_tokens
+            )
             for attn_type, manager in self.managers.items()
         }
 

@@ -78,7 +78,9 @@ class SingleTypeKVCacheManager(ABC):
         """Most blocks that a request of `num_tokens` tokens holds at once, at most `max_step_tokens` new per step."""
         return num_logical_blocks(num_tokens, self.block_size)
 
-    def get_num_lacking_blocks(self, request_id: str, num_tokens: int, computed_tokens: int, max_step_tokens: int) -> int:
+    def get_num_lacking_blocks(
+        self, request_id: str, num_tokens: int, computed_tokens: int, max_step_tokens: int
+    ) -> int:
         """Blocks the request still needs, beside those it keeps, to reach `num_tokens` tokens. Changes nothing.
 
         What it gives back on the way counts: a table much longer than a window needs only the window's peak.

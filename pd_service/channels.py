@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import grpc
 
 from pd_service.config import MAX_MESSAGE_BYTES
 
 T = TypeVar("T")
+
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # what `read` returns at the end of a stream; the stubs forgot it
+Context = grpc.aio.ServicerContext[Any, Any]
 
 _LIMITS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 
@@ -30,8 +35,7 @@ def server_options() -> list[tuple[str, int]]:
     """Clients may ping an idle connection as often as our own channels do, and a silent client is found likewise."""
     return [
         *_LIMITS,
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

@@ -83,7 +83,7 @@ def serve(
     with _progress_line() as progress:
         model_dir = _model_dir(settings, progress)
         progress("loading libraries")
-        from pd_service.models.config import load_model_config  # noqa: PLC0415  # torch takes seconds to import
+        from pd_service.models.config import load_model_config  # torch takes seconds to import
 
         model_config = load_model_config(model_dir)
     asyncio.run(_until_signal(_serve(settings, model_dir, model_config)))
@@ -92,7 +92,7 @@ def serve(
 def _model_dir(config: ServiceConfig, progress: Callable[[str], None]) -> Path:
     if config.model != "demo":
         return Path(config.model).expanduser().resolve()
-    from pd_service.demo import demo_model_dir  # noqa: PLC0415
+    from pd_service.demo import demo_model_dir
 
     return demo_model_dir(progress)
 
@@ -118,7 +118,7 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
 async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConfig) -> None:
     with _progress_line() as progress:
         progress("loading libraries")
-        from pd_service.cluster.service import running_service  # noqa: PLC0415  # Ray takes seconds to import
+        from pd_service.cluster.service import running_service  # Ray takes seconds to import
 
         context = running_service(config, model_dir=model_dir, model_config=model_config, progress=progress)
         async with contextlib.AsyncExitStack() as stack:
@@ -176,7 +176,9 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue or, with a chat model, to answer.")],
     address: Address = DEFAULT_ADDRESS,
     model: Annotated[str, typer.Option(help="Served model; empty: the one that is served.")] = "",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")
+    ] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Probability mass kept.")] = 1.0,
@@ -204,12 +206,19 @@ def generate(
 
 
 def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
-    for response in answer:
-        if response.HasField("delta"):
-            print(response.delta.text, end="", flush=True)
-        else:
-            print()
-            console.print(_phase_table(response.finish))
+    has_text = False
+    try:
+        for response in answer:
+            if response.HasField("delta"):
+                print(response.delta.text, end="", flush=True)
+                has_text = has_text or bool(response.delta.text)
+            else:
+                print()
+                console.print(_phase_table(response.finish))
+    except grpc.RpcError:
+        if has_text:
+            print()  # the error starts on a line of its own
+        raise
 
 
 def _phase_table(finish: generation_pb2.Finish) -> Table:
@@ -250,7 +259,18 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
         pools.add_row(pool.role, str(pool.ready), str(pool.desired), str(pool.replaced), pool.last_failure)
     console.print(pools)
     engines = Table()
-    for column in ("engine", "state", "address", "pid", "incarnation", "running", "waiting", "KV used", "leases", "pulls"):
+    for column in (
+        "engine",
+        "state",
+        "address",
+        "pid",
+        "incarnation",
+        "running",
+        "waiting",
+        "KV used",
+        "leases",
+        "pulls",
+    ):
         engines.add_column(column)
     for engine in answer.engines:
         engines.add_row(*_engine_row(engine))
@@ -276,7 +296,7 @@ def doctor(
 ) -> None:
     """Check whether a service could start here, and say what is missing."""
     settings = load_config(config, {} if model is None else {"model": model})
-    from pd_service.doctor import examine  # noqa: PLC0415  # imports torch
+    from pd_service.doctor import examine  # imports torch
 
     table = Table(title="pd-service doctor")
     for column in ("check", "", "finding"):

@@ -43,8 +43,11 @@ def _processors(config: ServiceConfig) -> Finding:
     cores = len(os.sched_getaffinity(0))
     text = f"{threads} engine threads on {cores} cores"
     if config.ray.address is None and threads > cores:
-        return Finding("processors", False, f"{text}: threads that wait for each other slow everything; lower "
-                       "pools.*.threads or pools.*.replicas")
+        return Finding(
+            "processors",
+            False,
+            f"{text}: threads that wait for each other slow everything; lower pools.*.threads or pools.*.replicas",
+        )
     return Finding("processors", True, text)
 
 
@@ -63,7 +66,7 @@ def _doors(config: ServiceConfig) -> Iterator[Finding]:
 
 def _model(config: ServiceConfig) -> Iterator[Finding]:
     if config.model == "demo":
-        from pd_service.demo import cached_demo_model_dir  # noqa: PLC0415
+        from pd_service.demo import cached_demo_model_dir
 
         cached = cached_demo_model_dir()
         if cached is None:

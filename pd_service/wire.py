@@ -87,6 +87,10 @@ def logprobs_to_wire(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:
     return generation_pb2.TokenLogprobs(logprob=logprobs.logprob, top=top)
 
 
+def logprobs_from_wire(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+
+
 def event_to_wire(event: TokenEvent) -> engine_pb2.RequestEvent:
     message = engine_pb2.RequestEvent(request_id=event.request_id, token_ids=event.token_ids)
     message.logprobs.extend(logprobs_to_wire(one) for one in event.logprobs)
@@ -106,9 +110,7 @@ def event_from_wire(message: engine_pb2.RequestEvent) -> TokenEvent:
     return TokenEvent(
         request_id=RequestId(message.request_id),
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(
-            TokenLogprobs(one.logprob, tuple((top.token_id, top.logprob) for top in one.top)) for one in message.logprobs
-        ),
+        logprobs=tuple(logprobs_from_wire(one) for one in message.logprobs),
         finish=FinishReason(message.finish) if message.finish else None,
         ticket=ticket_from_wire(message.ticket) if message.HasField("ticket") else None,
         times=(

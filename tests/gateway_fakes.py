@@ -15,7 +15,6 @@ from pd_service.gateway.generation import (
     Generation,
     GenerationDelta,
     GenerationFinish,
-    Phases,
     StoryEnd,
     StoryEvent,
     StoryTokens,
@@ -79,8 +78,9 @@ Step = StoryEvent | asyncio.Event | Exception
 class FakeStory:
     """Yields the events of its script; waits at an `asyncio.Event`, raises an exception."""
 
-    def __init__(self, *script: Step) -> None:
+    def __init__(self, *script: Step, retries: int = 0) -> None:
         self.script = script
+        self.retries = retries
         self.jobs: list[Job] = []
         self.started: asyncio.Queue[Job] = asyncio.Queue()
         self.num_open = 0
@@ -89,6 +89,8 @@ class FakeStory:
         self.jobs.append(job)
         self.started.put_nowait(job)
         self.num_open += 1
+        phases = job.phases
+        phases.queue_ms, phases.kv_bytes, phases.plane, phases.retries = 1.5, 64, "shm", self.retries
         try:
             for item in self.script:
                 if isinstance(item, asyncio.Event):
@@ -105,8 +107,8 @@ def tokens(*token_ids: int) -> StoryTokens:
     return StoryTokens(token_ids=token_ids)
 
 
-def end(finish: FinishReason = FinishReason.LENGTH, retries: int = 0) -> StoryEnd:
-    return StoryEnd(finish=finish, phases=Phases(queue_ms=1.5, total_ms=9.0, kv_bytes=64, plane="shm"), retries=retries)
+def end(finish: FinishReason = FinishReason.LENGTH) -> StoryEnd:
+    return StoryEnd(finish=finish)
 
 
 def make_generation(

@@ -1,4 +1,4 @@
-"""A scheduler on a real KV manager and a model that is a hash of the tokens, driven by hand: what several tests share."""
+"""A scheduler on a real KV manager and a model that is a hash of the tokens, driven by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def new_request(
     """Tokens that depend on the name, so that no two requests are alike."""
     tokens = tuple(continuation([sum(name.encode())], num_tokens))
     ticket = Ticket(
-        address="holder:1", incarnation="i", lease_id="l", num_tokens=num_tokens - 1, token_digest=token_digest(tokens[:-1])
+        address="holder:1",
+        incarnation="i",
+        lease_id="l",
+        num_tokens=num_tokens - 1,
+        token_digest=token_digest(tokens[:-1]),
     )
     return EngineRequest(
         request_id=RequestId(name),
@@ -71,7 +75,7 @@ class Driver:
     ) -> None:
         """`num_blocks` usable ones per attention type."""
         self.kv: KVCacheManager = new_kv(
-            {attn_type: num_blocks + 1 for attn_type in attn_types},
+            dict.fromkeys(attn_types, num_blocks + 1),
             block_size=block_size,
             window=window,
             max_model_len=max_model_len,

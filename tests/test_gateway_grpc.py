@@ -12,6 +12,7 @@ from gateway_fakes import FakeStory, byte_level_tokenizer, end, is_idle, make_ge
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pd_service.channels import server_options
 from pd_service.errors import EngineFailed, Unavailable
 from pd_service.gateway.generation import Generation, StoryTokens
 from pd_service.gateway.grpc_door import (
@@ -19,7 +20,6 @@ from pd_service.gateway.grpc_door import (
     GenerationServicer,
     Health,
     add_standard_services,
-    server_options,
 )
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.request import FinishReason, TokenLogprobs
@@ -71,7 +71,7 @@ async def answer(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> list
 def test_one_delta_per_story_event_and_one_finish(tokenizer: Tokenizer) -> None:
     entry = TokenLogprobs(-0.5, ((9, -0.5), (8, -1.5)))
     a, b = asyncio.run(tokenizer.encode_text("ab"))[1:]
-    story = FakeStory(StoryTokens(token_ids=(a,), logprobs=(entry,)), tokens(b, b), end(retries=3))
+    story = FakeStory(StoryTokens(token_ids=(a,), logprobs=(entry,)), tokens(b, b), end(), retries=3)
 
     async def scenario(channel: grpc.aio.Channel) -> None:
         request = ids(5, 6, request_id="mine", sampling=pb.Sampling(logprobs=2, temperature=0, seed=7, max_tokens=3))

@@ -392,14 +392,19 @@ def test_the_answer_is_the_storys_tokens_as_text_with_logprobs_per_token(tokeniz
     a, b = byte_ids(tokenizer, "é".encode())
     entry = TokenLogprobs(-0.5, ((a, -0.5),))
     script = [StoryTokens(token_ids=(token_id,), logprobs=(entry,)) for token_id in (a, b)]
-    generation = make_generation(tokenizer, story := FakeStory(*script, end(retries=2)))
+    generation = make_generation(tokenizer, story := FakeStory(*script, end(), retries=2))
     *deltas, finish = asyncio.run(collect(generation, request(logprobs=1, request_id="x")))
     assert deltas == [
         GenerationDelta(text="", token_ids=(a,), logprobs=(entry,)),
         GenerationDelta(text="é", token_ids=(b,), logprobs=(entry,)),
     ]
     assert isinstance(finish, GenerationFinish)
-    assert (finish.reason, finish.num_output_tokens, finish.retries, finish.text) == (FinishReason.LENGTH, 2, 2, "")
+    assert (finish.reason, finish.num_output_tokens, finish.phases.retries, finish.text) == (
+        FinishReason.LENGTH,
+        2,
+        2,
+        "",
+    )
     assert finish.prompt_token_ids == (5, 6)
     assert is_idle(generation, story)
 

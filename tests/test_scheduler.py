@@ -1,5 +1,7 @@
 """Laws of the scheduler, on the real KV manager and a model that hashes its tokens."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -242,8 +244,6 @@ def test_late_and_unknown_messages_change_nothing_and_are_counted() -> None:
     ("num_tokens", "digest"), [(7, None), (9, None), (8, b"other tokens")], ids=["fewer", "more", "others"]
 )
 def test_a_ticket_for_other_tokens_is_refused(num_tokens: int, digest: bytes | None) -> None:
-    from dataclasses import replace
-
     request = new_request("a", 9, with_ticket=True)
     assert request.ticket is not None
     ticket = replace(request.ticket, num_tokens=num_tokens, token_digest=digest or request.ticket.token_digest)
@@ -265,7 +265,7 @@ def test_a_window_is_charged_its_bounded_need() -> None:
 
 
 class SchedulerLaws(RuleBasedStateMachine):
-    """Random lives of requests in a tiny pool. Whatever happens, tokens are right, blocks add up, all comes to an end."""
+    """Random lives of requests in a tiny pool: tokens are right, blocks add up, all comes to an end."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import ray
 
-from pd_service.channels import channel_options, server_options
+from pd_service.channels import Context, channel_options, server_options
 from pd_service.cluster.engine_actor import EngineActor
 from pd_service.config import PoolRole, PoolSettings, ServiceConfig
 from pd_service.rpc import admin_pb2 as pb
@@ -164,8 +164,8 @@ class Controller(admin_pb2_grpc.AdminServicer):
             self._version += 1
             self._changed.notify_all()
 
-    async def WatchMembership(  # noqa: N802
-        self, request: pb.WatchMembershipRequest, context: grpc.aio.ServicerContext
+    async def WatchMembership(
+        self, request: pb.WatchMembershipRequest, context: Context
     ) -> AsyncIterator[pb.Membership]:
         told = -1
         while True:
@@ -175,7 +175,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
                 membership = pb.Membership(version=told, members=self._members.values())
             yield membership
 
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext) -> pb.StatusResponse:  # noqa: N802
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         members = list(self._members.values())
         pools = [
             pb.PoolStatus(
@@ -188,9 +188,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
             for role, pool in self._pools.items()
         ]
         engines = await asyncio.gather(*(_ask(member) for member in members))
-        return pb.StatusResponse(
-            model=self._model_name, membership_version=self._version, pools=pools, engines=engines
-        )
+        return pb.StatusResponse(model=self._model_name, membership_version=self._version, pools=pools, engines=engines)
 
 
 async def _ask(member: pb.Member) -> pb.EngineMemberStatus:

@@ -1,8 +1,8 @@
 """A whole service on Ray: start or join a cluster, start the controller, run a gateway in this process, stop it all.
 
-    async with running_service(config, progress) as service:
-        ...                               # doors open, every engine ready
-    # nothing of it is left: no actor, no process, no shared memory
+async with running_service(config, progress) as service:
+    ...                               # doors open, every engine ready
+# nothing of it is left: no actor, no process, no shared memory
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Service:
 
     async def status(self) -> admin_pb2.StatusResponse:
         async with grpc.aio.insecure_channel(self.admin_address, options=channel_options()) as channel:
-            return await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
+            answer: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
+            return answer
 
 
 @asynccontextmanager
@@ -57,12 +59,17 @@ async def running_service(
     model_name = config.served_model_name or model_dir.name
     max_model_len = config.engine.max_model_len or model_config.max_model_len
     gateway = Gateway(
-        config.gateway, model_dir=model_dir, model_config=model_config, model_name=model_name, max_model_len=max_model_len
+        config.gateway,
+        model_dir=model_dir,
+        model_config=model_config,
+        model_name=model_name,
+        max_model_len=max_model_len,
     )
     progress("starting Ray")
     starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
     try:
         host = await asyncio.shield(starting)
+        _take_signals_back()
         controller = _start_controller(config, model_dir, model_name, host)
         try:
             admin_address = await controller.start.remote()
@@ -83,8 +90,11 @@ async def running_service(
 
 def _start_ray(config: ServiceConfig) -> str | None:
     """Returns the address engines listen on, None for each node's own in a cluster that was joined."""
-    # Ray would otherwise tell every process of the cluster to follow this one's standard streams.
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"pd-{secrets.token_hex(4)}"}
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "namespace": f"pd-{secrets.token_hex(4)}",
+    }
     try:
         if config.ray.address is not None:
             ray.init(address=config.ray.address, **common)
@@ -95,13 +105,17 @@ def _start_ray(config: ServiceConfig) -> str | None:
             address="local",
             num_cpus=max(asked, os.cpu_count() or 1),  # a laptop runs the cluster it is asked for
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
             object_store_memory=80 * 2**20,  # requests never pass through Ray: its smallest store is enough
             **common,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"Ray cannot be started or joined: {error}") from error
     return "127.0.0.1"
+
+
+def _take_signals_back() -> None:
+    """Ray's core answers SIGTERM with a stack trace; installing Python's present handler again undoes that."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _start_controller(config: ServiceConfig, model_dir: Path, model_name: str, host: str | None) -> Any:

@@ -55,6 +55,8 @@ class ModelWorker:
         self._device = torch.device(config.device)
         torch.set_num_threads(config.threads)
         progress("loading weights")
+        self.model_config: ModelConfig
+        self.model: Any  # a module of pd_service.models; nn.Module knows neither its forward nor its cache info
         self.model, self.model_config = load_model(
             config.model_dir,
             dtype=getattr(torch, config.dtype),
@@ -70,8 +72,7 @@ class ModelWorker:
 
     @property
     def max_model_len(self) -> int:
-        config: ModelConfig = self.model_config
-        return config.max_model_len
+        return self.model_config.max_model_len
 
     def _plan_blocks(self) -> Mapping[str, int]:
         settings = self._config.settings
@@ -107,7 +108,7 @@ class ModelWorker:
                 kv_lens=batch.kv_lens,
                 block_size=block_size,
                 block_table=block_table,
-                slot_mapping=prepare_slot_mapping(batch.positions, batch.query_lens, block_table, block_size),
+                slot_mapping=prepare_slot_mapping(batch.positions.tolist(), batch.query_lens, block_table, block_size),
             )
             input_ids = torch.from_numpy(batch.token_ids).to(self._device)
             positions = torch.from_numpy(batch.positions).to(self._device)

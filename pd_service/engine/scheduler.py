@@ -104,10 +104,9 @@ class Scheduler:
         self._waiting.append(state)
         self._admit()
         if len(self._waiting) > self._limits.max_waiting and state.status is Status.WAITING:
-            self._waiting.remove(state)
-            del self._requests[request.request_id]
-            error = Overloaded(f"the engine's queue is full: {self._limits.max_waiting} requests wait for blocks")
-            self._events.append(TokenEvent(request_id=request.request_id, error=error))
+            self._fail(
+                state, Overloaded(f"the engine's queue is full: {self._limits.max_waiting} requests wait for blocks")
+            )
 
     def cancel(self, request_id: RequestId) -> None:
         """Ends the request without an event. Blocks that a pull or a step still uses are freed when that has ended."""
@@ -162,7 +161,9 @@ class Scheduler:
         self._in_flight = frozenset(s.state.request_id for s in batch)
         return batch
 
-    def process_output(self, batch: list[ScheduledRequest], tokens: Mapping[RequestId, SampledToken], now: float) -> None:
+    def process_output(
+        self, batch: list[ScheduledRequest], tokens: Mapping[RequestId, SampledToken], now: float
+    ) -> None:
         """Commits a step: `tokens` holds the sampled token of every request whose last known token was computed."""
         self._in_flight = frozenset()
         self.counters.steps += 1
@@ -223,7 +224,7 @@ class Scheduler:
         for state in self._requests.values():
             owns_blocks = self._kv.owns_blocks(state.request_id)
             assert not (owns_blocks and state.status is Status.WAITING), f"{state.request_id} waits and owns blocks"
-            assert owns_blocks or state.status in (Status.WAITING, Status.RUNNING), f"{state.request_id} lost its blocks"
+            assert owns_blocks or state.status in (Status.WAITING, Status.RUNNING), f"{state.request_id} lost blocks"
         receiving = sum(s.status is Status.RECEIVING for s in self._requests.values())
         assert receiving == self._num_receiving
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from pd_service import wire
-from pd_service.channels import channel_options, drain
+from pd_service.channels import EOF, channel_options, drain
 from pd_service.config import PROTOCOL_VERSION, Role
 from pd_service.errors import DeadlineExceeded, EngineLost, Unavailable
 from pd_service.request import EngineRequest, Load, RequestId, TokenEvent
@@ -110,10 +110,10 @@ class EngineClient:
                 stream = engine_pb2_grpc.EngineStub(channel).Session(drain(self._outbox))
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     first = await stream.read()
-                if first is grpc.aio.EOF:
+                if first is EOF:
                     return "the engine closed it"
                 self._connected(first.hello)
-                while (message := await stream.read()) is not grpc.aio.EOF:
+                while (message := await stream.read()) is not EOF:
                     self._deliver(message.events)
                 return "the engine closed it"
         except grpc.aio.AioRpcError as error:

@@ -13,7 +13,7 @@ from typing import cast
 import grpc
 import uvicorn
 
-from pd_service.channels import channel_options, server_options
+from pd_service.channels import Context, channel_options, server_options
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import ConfigError
 from pd_service.gateway.engines import Directory, EngineMember
@@ -36,7 +36,13 @@ STOP_GRACE_S = 0.5
 
 class Gateway:
     def __init__(
-        self, settings: GatewaySettings, *, model_dir: Path, model_config: ModelConfig, model_name: str, max_model_len: int
+        self,
+        settings: GatewaySettings,
+        *,
+        model_dir: Path,
+        model_config: ModelConfig,
+        model_name: str,
+        max_model_len: int,
     ) -> None:
         self._settings = settings
         self._tokenizer = Tokenizer(model_dir)
@@ -108,8 +114,9 @@ class Gateway:
 
     async def wait_until_ready(self) -> None:
         """Returns when both pools have an engine that is connected."""
-        for role in ("prefill", "decode"):
-            await self.directory.wait_for(cast(Role, role), timeout_s=float("inf"))
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        for role in roles:
+            await self.directory.wait_for(role, timeout_s=float("inf"))
         await self._health.report(is_serving=True)
 
     async def stop(self) -> None:
@@ -122,7 +129,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.directory.close()
         if hasattr(self, "_admin"):
-            await self._admin.close()
+            await self._admin.close(None)
         self._tokenizer.close()
 
 
@@ -132,16 +139,15 @@ class _AdminPassage(admin_pb2_grpc.AdminServicer):
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._admin = admin_pb2_grpc.AdminStub(channel)
 
-    async def Status(  # noqa: N802
-        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext
-    ) -> admin_pb2.StatusResponse:
+    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
         try:
-            return await self._admin.Status(request, timeout=context.time_remaining())
+            answer: admin_pb2.StatusResponse = await self._admin.Status(request, timeout=context.time_remaining())
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), f"the controller did not answer: {error.details()}")
+        return answer
 
-    async def WatchMembership(  # noqa: N802
-        self, request: admin_pb2.WatchMembershipRequest, context: grpc.aio.ServicerContext
+    async def WatchMembership(
+        self, request: admin_pb2.WatchMembershipRequest, context: Context
     ) -> AsyncIterator[admin_pb2.Membership]:
         try:
             async for membership in self._admin.WatchMembership(request):
@@ -154,7 +160,7 @@ class _Uvicorn(uvicorn.Server):
     """Signals belong to the process, not to its HTTP door."""
 
     @contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
 
 

@@ -16,6 +16,7 @@ from typing import Protocol
 from pd_service.errors import DeadlineExceeded, PdError
 from pd_service.gateway.detokenizer import IncrementalDetokenizer
 from pd_service.gateway.intake import ClientRequest, Intake, Job
+from pd_service.gateway.phases import Phases
 from pd_service.metrics import GatewayMetrics, Outcome
 from pd_service.request import FinishReason, RequestId, TokenLogprobs
 
@@ -24,7 +25,6 @@ __all__ = [
     "GenerationDelta",
     "GenerationFinish",
     "Job",
-    "Phases",
     "Story",
     "StoryEnd",
     "StoryEvent",
@@ -34,22 +34,6 @@ __all__ = [
 # A client's own timer cancels its call when its deadline passes, and the two clocks do not agree to the millisecond:
 # a call that is cancelled with less than this part of its time left has met its deadline.
 _DEADLINE_SLACK = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phases:
-    """Where the time of one request went; the fields are those of the wire message `PhaseTimes`."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    transfer_ms: float = 0.0
-    wire_ms: float = 0.0
-    confirm_ms: float = 0.0
-    first_decode_ms: float = 0.0
-    decode_ms: float = 0.0
-    total_ms: float = 0.0
-    kv_bytes: int = 0
-    plane: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +52,6 @@ class StoryEnd:
     """The last event of a story that succeeded. `finish` is STOP (end or stop token) or LENGTH."""
 
     finish: FinishReason
-    phases: Phases
-    retries: int = 0
 
 
 StoryEvent = StoryTokens | StoryEnd
@@ -79,7 +61,7 @@ class Story(Protocol):
     """Runs a job on the engines, whatever happens to them."""
 
     def run(self, job: Job) -> AsyncGenerator[StoryEvent, None]:
-        """Yields `StoryTokens` and then one `StoryEnd`; raises classes of `pd_service.errors`.
+        """Yields `StoryTokens` and then one `StoryEnd`; raises classes of `pd_service.errors`. Keeps `job.phases`.
 
         Closing the generator, or cancelling the task that waits in it, cancels the request everywhere.
         """
@@ -96,19 +78,14 @@ class GenerationDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinish:
-    """The end of a complete answer. `text` is what was held back until now and is certain with the end.
-
-    `phases` and `retries` are what the story reported. A story that was cut short by a stop string reports nothing:
-    then `phases` is None and `retries` 0.
-    """
+    """The end of a complete answer. `text` is what was held back until now and is certain with the end."""
 
     request_id: RequestId
     reason: FinishReason
     text: str
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
-    phases: Phases | None
-    retries: int
+    phases: Phases
 
 
 class Generation:
@@ -140,7 +117,7 @@ class Generation:
         self, job: Job, stop_strings: tuple[str, ...]
     ) -> AsyncGenerator[GenerationDelta | GenerationFinish, None]:
         detokenizer = IncrementalDetokenizer(self.intake.tokenizer, stop_strings)
-        timing = _TokenTiming(self.metrics, job.accepted_at)
+        timing = _TokenTiming(self.metrics, job.phases.mark)
         end: StoryEnd | None = None
         async with aclosing(self._story.run(job)) as events:
             while end is None and not detokenizer.stopped:
@@ -154,8 +131,7 @@ class Generation:
         yield self._finish(job, detokenizer, end)
 
     def _finish(self, job: Job, detokenizer: IncrementalDetokenizer, end: StoryEnd | None) -> GenerationFinish:
-        if end is not None:
-            self._observe_phases(end.phases)
+        self._observe_phases(job.phases)
         text = detokenizer.flush()
         return GenerationFinish(
             request_id=job.request_id,
@@ -163,8 +139,7 @@ class Generation:
             text=text,
             prompt_token_ids=job.prompt_token_ids,
             num_output_tokens=detokenizer.num_tokens,
-            phases=end.phases if end else None,
-            retries=end.retries if end else 0,
+            phases=job.phases,
         )
 
     def _observe_phases(self, phases: Phases) -> None:

@@ -15,9 +15,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pd_service.config import MAX_MESSAGE_BYTES
 from pd_service.errors import InvalidRequest, PdError
-from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish, Phases
+from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish
 from pd_service.gateway.intake import (
     ChatMessage,
     ChatPrompt,
@@ -27,6 +26,7 @@ from pd_service.gateway.intake import (
     TokenPrompt,
     sampling_params,
 )
+from pd_service.gateway.phases import Phases
 from pd_service.request import SamplingParams, TokenLogprobs
 from pd_service.rpc import generation_pb2 as pb
 from pd_service.rpc import generation_pb2_grpc
@@ -107,9 +107,9 @@ def _responses(event: GenerationDelta | GenerationFinish) -> list[pb.GenerateRes
         reason=event.reason.value,
         prompt_tokens=len(event.prompt_token_ids),
         completion_tokens=event.num_output_tokens,
-        phases=None if event.phases is None else _phase_times(event.phases),
+        phases=_phase_times(event.phases),
         request_id=event.request_id,
-        retries=event.retries,
+        retries=event.phases.retries,
     )
     return [*held_back, pb.GenerateResponse(finish=finish)]
 
@@ -132,24 +132,6 @@ def _phase_times(phases: Phases) -> pb.PhaseTimes:
         kv_bytes=phases.kv_bytes,
         plane=phases.plane,
     )
-
-
-def server_options() -> list[tuple[str, int]]:
-    """Options of every gRPC server of ours: message sizes, and keepalive in both directions.
-
-    Clients may ping every 10 s on an idle channel (5 s are tolerated, because timers are not exact); we ping as often,
-    so that a client that vanished without a word is noticed within 15 s and its requests end.
-    """
-    return [
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.so_reuseport", 0),  # a second server on our port must fail, not take every other connection
-    ]
 
 
 class Health:

@@ -26,6 +26,7 @@ from pd_service.errors import (
     PromptTooLong,
     UnknownModel,
 )
+from pd_service.gateway.phases import Phases
 from pd_service.request import EngineSampling, RequestId, SamplingParams
 
 if TYPE_CHECKING:
@@ -79,14 +80,17 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request that can be run. `deadline` and `accepted_at` are times of the event loop's clock, in seconds."""
+    """A request that can be run. `deadline` is a time of the event loop's clock, in seconds.
+
+    `phases` is the one part that changes: the story writes down there where the time goes.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: EngineSampling
     max_new_tokens: int
     deadline: float | None
-    accepted_at: float
+    phases: Phases
 
 
 def new_request_id() -> str:
@@ -163,7 +167,7 @@ class Intake:
                 sampling=self._engine_sampling(request.sampling),
                 max_new_tokens=self._max_new_tokens(len(token_ids), request.sampling.max_tokens),
                 deadline=deadline,
-                accepted_at=accepted_at,
+                phases=Phases(mark=accepted_at),
             )
 
     @contextmanager

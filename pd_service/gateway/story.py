@@ -1,8 +1,8 @@
 """The story of a request, readable top to bottom.
 
-While tokens are missing: prefill what we have so far somewhere, hand out the token, decode it somewhere with the ticket.
-On an error that another round can mend, go round again; resuming after any failure is the first line again, with prompt
-and output so far. Whatever happens, the ticket is given back.
+While tokens are missing: prefill what we have so far somewhere, hand out the token, decode it somewhere with the
+ticket. On an error that another round can mend, go round again; resuming after any failure is the first line again,
+with prompt and output so far. Whatever happens, the ticket is given back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Protocol
 
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import EngineFailed, Overloaded, RetryableError, Unavailable
-from pd_service.gateway.generation import Job, Phases, StoryEnd, StoryEvent, StoryTokens
+from pd_service.gateway.generation import Job, StoryEnd, StoryEvent, StoryTokens
+from pd_service.gateway.phases import Phases
 from pd_service.gateway.router import Candidate, choose_way, rank_decode, rank_prefill
 from pd_service.metrics import GatewayMetrics
-from pd_service.request import EngineRequest, EngineTimes, FinishReason, RequestId, Ticket, TokenEvent
+from pd_service.request import EngineRequest, FinishReason, RequestId, Ticket, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +41,10 @@ class Engines(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """What the story knows so far. Times are of the loop's clock, in seconds; durations in milliseconds."""
+    """What the story knows so far."""
 
     job: Job
-    mark: float  # when the phase that runs now began
     output: list[int] = field(default_factory=list)
-    retries: int = 0
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    transfer_ms: float = 0.0
-    wire_ms: float = 0.0
-    confirm_ms: float = 0.0
-    first_decode_ms: float = 0.0
-    decode_ms: float = 0.0
-    kv_bytes: int = 0
-    plane: str = ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -63,43 +53,6 @@ class _Progress:
     @property
     def num_missing(self) -> int:
         return self.job.max_new_tokens - len(self.output)
-
-    def lap_ms(self) -> float:
-        """Milliseconds since the last lap."""
-        now = asyncio.get_running_loop().time()
-        elapsed, self.mark = (now - self.mark) * 1e3, now
-        return elapsed
-
-    def prefilled(self, times: EngineTimes) -> None:
-        """The time the engine did not compute is queueing, the way to it and back included."""
-        elapsed = self.lap_ms()
-        self.prefill_ms += times.compute_ms
-        self.queue_ms += max(0.0, elapsed - times.compute_ms)
-
-    def handed_over(self, times: EngineTimes) -> None:
-        """The time the engine neither computed nor waited for the confirmation is transfer."""
-        elapsed = self.lap_ms()
-        self.first_decode_ms += times.compute_ms
-        self.confirm_ms += times.confirm_ms
-        self.wire_ms += times.wire_ms
-        self.transfer_ms += max(0.0, elapsed - times.compute_ms - times.confirm_ms)
-        self.kv_bytes += times.kv_bytes
-        self.plane = times.plane
-
-    def phases(self) -> Phases:
-        self.decode_ms += self.lap_ms()
-        return Phases(
-            queue_ms=self.queue_ms,
-            prefill_ms=self.prefill_ms,
-            transfer_ms=self.transfer_ms,
-            wire_ms=self.wire_ms,
-            confirm_ms=self.confirm_ms,
-            first_decode_ms=self.first_decode_ms,
-            decode_ms=self.decode_ms,
-            total_ms=(self.mark - self.job.accepted_at) * 1e3,
-            kv_bytes=self.kv_bytes,
-            plane=self.plane,
-        )
 
 
 class RequestStory:
@@ -112,7 +65,7 @@ class RequestStory:
 
     async def run(self, job: Job) -> AsyncGenerator[StoryEvent, None]:
         """See `Story.run`. Raises Unavailable, or Overloaded, when the retries are used up."""
-        progress = _Progress(job, mark=job.accepted_at)
+        progress = _Progress(job)
         failures = 0
         while True:
             try:
@@ -123,7 +76,7 @@ class RequestStory:
                 return
             except RetryableError as error:
                 failures += 1
-                progress.retries += 1
+                job.phases.lost(_now())
                 self._metrics.count_retry(type(error).__name__)
                 logger.info("request %s goes round again: %s", job.request_id, error)
                 if failures > self._settings.retry.max_failures:
@@ -147,7 +100,7 @@ class RequestStory:
             if first.token_ids:
                 yield self._hand_out(first, progress)
             if first.ticket is None:
-                yield _end(first, progress)
+                yield _end(first)
                 return
             async with aclosing(self._decode(progress, first.ticket)) as events:
                 async for event in events:
@@ -158,8 +111,7 @@ class RequestStory:
         request = self._request(progress, prefill_only=True)
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
-                if event.times is not None:
-                    progress.prefilled(event.times)
+                _account(event, progress.job.phases, has_ticket=False)
                 return event
         raise EngineFailed(f"{engine.engine_id} ended the request without a token")
 
@@ -183,12 +135,11 @@ class RequestStory:
         request = self._request(progress, ticket=ticket)
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
-                if event.times is not None:
-                    (progress.prefilled if ticket is None else progress.handed_over)(event.times)
+                _account(event, progress.job.phases, has_ticket=ticket is not None)
                 if event.token_ids:
                     yield self._hand_out(event, progress)
                 if event.finish is not None:
-                    yield _end(event, progress)
+                    yield _end(event)
 
     def _hand_out(self, event: TokenEvent, progress: _Progress) -> StoryTokens:
         progress.output.extend(event.token_ids)
@@ -213,12 +164,26 @@ class RequestStory:
 
     def _backoff_s(self, failures: int) -> float:
         retry = self._settings.retry
-        return min(retry.backoff_s * 2 ** (failures - 1), retry.max_backoff_s)
+        return float(min(retry.backoff_s * 2.0 ** (failures - 1), retry.max_backoff_s))
 
 
-def _end(event: TokenEvent, progress: _Progress) -> StoryEnd:
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _account(event: TokenEvent, phases: Phases, *, has_ticket: bool) -> None:
+    """Writes down the time that this event ends."""
+    if event.times is None:
+        phases.decoded(_now())
+    elif has_ticket:
+        phases.handed_over(_now(), event.times)
+    else:
+        phases.prefilled(_now(), event.times)
+
+
+def _end(event: TokenEvent) -> StoryEnd:
     assert event.finish in (FinishReason.STOP, FinishReason.LENGTH)
-    return StoryEnd(finish=event.finish, phases=progress.phases(), retries=progress.retries)
+    return StoryEnd(finish=event.finish)
 
 
 def _final(error: RetryableError, failures: int) -> Unavailable | Overloaded:

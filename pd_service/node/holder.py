@@ -18,6 +18,7 @@ from time import monotonic
 import grpc
 import msgpack
 
+from pd_service.channels import Context
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import Hold
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
@@ -138,8 +139,8 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
     # ---- channels
 
-    async def Channel(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.ReaderMessage], context: grpc.aio.ServicerContext
+    async def Channel(
+        self, request_iterator: AsyncIterator[pb.ReaderMessage], context: Context
     ) -> AsyncIterator[pb.HolderMessage]:
         """One reader's stream, until either side ends it; the end ends every ticket the reader has opened."""
         hello = await anext(aiter(request_iterator), None)

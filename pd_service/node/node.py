@@ -22,7 +22,7 @@ import grpc
 
 from kv_cache import SharedStorage
 from pd_service import wire
-from pd_service.channels import server_options
+from pd_service.channels import Context, server_options
 from pd_service.config import PROTOCOL_VERSION, EngineConfig
 from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, PullOrder, ReleaseHeld, StepOutput, Submit
@@ -59,7 +59,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         self._config = config
         self._engine = ExecutionEngine(config, progress)
         self._engine_loop = EngineLoop(self._engine, self._publish)
-        self._layout = describe_layout(self._engine.worker.cache_info, self._engine.worker.block_nums, fingerprint(config.model_dir))
+        worker = self._engine.worker
+        self._layout = describe_layout(worker.cache_info, worker.block_nums, fingerprint(config.model_dir))
         self._load = self._engine.scheduler.load()
         self._sessions: set[_Session] = set()
         self._owners: dict[RequestId, _Session] = {}
@@ -128,7 +129,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
                 continue
             if event.finish is FinishReason.PREFILLED:
                 ticket = self._holder.hold(output.holds[event.request_id], session)
-                event = replace(event, ticket=ticket)  # noqa: PLW2901
+                event = replace(event, ticket=ticket)
             if event.finish is not None or event.error is not None:
                 self._forget(event.request_id)
             messages[session].events.append(wire.event_to_wire(event))
@@ -152,8 +153,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
     # ---- from gateways
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.GatewayMessage], context: grpc.aio.ServicerContext
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.GatewayMessage], context: Context
     ) -> AsyncIterator[pb.EngineMessage]:
         hello = await anext(aiter(request_iterator), None)
         refusal = self._refusal(hello)
@@ -259,7 +260,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
     # ---- for operators
 
-    async def GetStatus(self, request: pb.EngineStatusRequest, context: grpc.aio.ServicerContext) -> pb.EngineStatus:  # noqa: N802
+    async def GetStatus(self, request: pb.EngineStatusRequest, context: Context) -> pb.EngineStatus:
         kv = self._engine.kv_cache_manager
         usable, free = kv.num_usable_blocks(), kv.num_free_blocks()
         counters = self._engine.scheduler.counters

@@ -17,7 +17,7 @@ from time import monotonic
 import grpc
 import msgpack
 
-from pd_service.channels import channel_options, drain
+from pd_service.channels import EOF, channel_options, drain
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import PullOrder
 from pd_service.engine.request_state import PullStats
@@ -68,8 +68,8 @@ class _Peer:
                 first = await self._stream.read()
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
-        if first is grpc.aio.EOF or not first.HasField("hello"):
-            reasons = [] if first is grpc.aio.EOF else list(first.refused.reasons)
+        if first is EOF or not first.HasField("hello"):
+            reasons = [] if first is EOF else list(first.refused.reasons)
             raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
         self.layout = layout_from_wire(first.hello.layout)
         differences = compare(layout, self.layout)
@@ -130,7 +130,7 @@ class _Peer:
     async def _read(self) -> None:
         reason = "the holder closed the channel"
         try:
-            while (message := await self._stream.read()) is not grpc.aio.EOF:
+            while (message := await self._stream.read()) is not EOF:
                 self._dispatch(message)
         except grpc.aio.AioRpcError as error:
             reason = f"the channel to {self.address} broke: {error.code().name}"
@@ -167,7 +167,7 @@ class _Peer:
             with suppress(asyncio.CancelledError):
                 await self._reading
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
 
 
 class Claim:
