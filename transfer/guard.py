@@ -70,6 +70,11 @@ class ReadGuard:
             for token in self._admitted.pop(lease_id, ()):
                 self._leases_of[token].discard(lease_id)
 
+    def is_empty(self) -> bool:
+        """No reader is registered and no lease is known."""
+        with self._lock:
+            return not self._leases_of and not self._admitted
+
     def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
         """Raises ReadRefused unless the reader is admitted to the lease and each run lies in its blocks."""
         blocks = self._blocks(token, lease_id)

@@ -115,6 +115,7 @@ def _segments(first: int, end: int, block_size_a: int, block_size_b: int) -> tup
     if block_size_a != block_size_b:
         starts = np.union1d(starts, np.arange(first - first % block_size_b, end, block_size_b, dtype=np.int64))
     starts = np.unique(np.maximum(starts, first))
+    starts = starts[starts < end]  # an empty range has none
     return starts, np.diff(starts, append=end)
 
 

@@ -37,7 +37,7 @@ class ReadRefused(PlaneError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemory:
-    """One anonymous shared file (memfd) that holds all buffers, mapped here at `base_ptr`.
+    """One anonymous shared file (memfd) that holds all buffers, mapped here at `base_ptr`, sealed against shrinking.
 
     It has no name: it is reached through the owner's file descriptor `fd`, and is gone with its last mapping.
     """

@@ -14,7 +14,6 @@ block and buffer. Measured: 13 GB/s against 7.6 for a call per run, where one la
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,12 +90,12 @@ def _patterns(runs: Runs) -> Iterator[tuple[list[tuple[int, int]], Int64Array, I
         return
     changes = (np.diff(runs.src_buffer) != 0) | (np.diff(runs.dst_buffer) != 0)
     starts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(runs)]
-    found: dict[tuple[bytes, bytes, bytes], tuple[list[tuple[int, int]], slice]] = {}
-    for start, end in itertools.pairwise(starts):
-        part = slice(start, end)
-        key = (runs.src_offset[part].tobytes(), runs.dst_offset[part].tobytes(), runs.length[part].tobytes())
-        pairs, _ = found.setdefault(key, ([], part))
-        pairs.append((int(runs.src_buffer[start]), int(runs.dst_buffer[start])))
+    shape = np.stack((runs.src_offset, runs.dst_offset, runs.length), axis=1)  # [runs, 3]
+    sources, destinations = runs.src_buffer[starts[:-1]].tolist(), runs.dst_buffer[starts[:-1]].tolist()
+    found: dict[bytes, tuple[list[tuple[int, int]], slice]] = {}
+    for pair, start, end in zip(zip(sources, destinations, strict=True), starts, starts[1:], strict=False):
+        pairs, _ = found.setdefault(shape[start:end].tobytes(), ([], slice(start, end)))
+        pairs.append(pair)
     for pairs, part in found.values():
         yield pairs, runs.src_offset[part], runs.dst_offset[part], runs.length[part]
 
