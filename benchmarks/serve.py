@@ -256,17 +256,27 @@ def bar(load: Load, measured: dict[str, object]) -> Bar:
     )
 
 
-COLUMNS = ("ttft_ms", "itl_ms", "hand_over_ms", "wire_ms", "hand_over_without_wire_ms", "first_decode_ms")
+ROWS = {
+    "ttft_ms": "first token",
+    "itl_ms": "between tokens",
+    "queue_ms": "queue",
+    "prefill_ms": "prefill",
+    "hand_over_ms": "hand-over",
+    "wire_ms": "  wire",
+    "hand_over_without_wire_ms": "  the rest",
+    "confirm_ms": "    confirm",
+    "first_decode_ms": "first decode step",
+}
 
 
 def table(loads: Sequence[Load], measured: Sequence[dict[str, object]]) -> Table:
-    made = Table(title="p50 / p99, ms")
-    made.add_column("load")
-    made.add_column("tokens/s", justify="right")
-    for column in COLUMNS:
-        made.add_column(column.removesuffix("_ms").replace("_", " "), justify="right")
-    for load, values in zip(loads, measured, strict=True):
-        made.add_row(load.name, f"{values['output_tokens_per_s']}", *(_cell(values[column]) for column in COLUMNS))
+    made = Table(title="p50 / p99 in ms")
+    made.add_column("")
+    for load in loads:
+        made.add_column(load.name, justify="right")
+    for key, name in ROWS.items():
+        made.add_row(name, *(_cell(values[key]) for values in measured))
+    made.add_row("output tokens/s", *(f"{values['output_tokens_per_s']}" for values in measured))
     return made
 
 
@@ -275,7 +285,7 @@ def _cell(value: object) -> str:
     return f"{value['p50']:.1f} / {value['p99']:.1f}"
 
 
-def _streams(text: str) -> list[int]:
+def streams_of(text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"expected positive numbers with commas between them, given {text!r}")
     return [int(part) for part in text.split(",")]
@@ -289,7 +299,7 @@ def loads_of(streams: Sequence[int]) -> list[Load]:
 
 def main() -> int:
     parser = arguments("Latency, throughput and cost of the hand-over of a service under load, over gRPC.")
-    parser.add_argument("--streams", type=_streams, default=[1, 8, 16], help="concurrent streams (default: 1,8,16)")
+    parser.add_argument("--streams", type=streams_of, default=[1, 8, 16], help="concurrent streams (default: 1,8,16)")
     parser.add_argument("--address", help="host:port of a running service's gRPC door (default: start one)")
     options = parser.parse_args()
     loads = loads_of(options.streams)
