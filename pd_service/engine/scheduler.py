@@ -152,9 +152,10 @@ class Scheduler:
     def schedule(self, now: float) -> list[ScheduledRequest]:
         """The requests of the next step, with their blocks allocated; empty when there is nothing to run."""
         assert not self._in_flight
-        budget = self._limits.max_num_batched_tokens
-        batch = self._schedule_decode_batch(budget)
-        batch += self._schedule_prefill_batch(budget - len(batch))
+        batch = self._schedule_batch()
+        while not batch and len(self._running) > 1:  # everybody waits for blocks, a long prompt among them
+            self._preempt(self._running[-1])
+            batch = self._schedule_batch()
         for scheduled in batch:
             if scheduled.state.started_at is None:
                 scheduled.state.started_at = now
@@ -331,6 +332,11 @@ class Scheduler:
         return state
 
     # ---- parts of a step
+
+    def _schedule_batch(self) -> list[ScheduledRequest]:
+        budget = self._limits.max_num_batched_tokens
+        batch = self._schedule_decode_batch(budget)
+        return batch + self._schedule_prefill_batch(budget - len(batch))
 
     def _schedule_decode_batch(self, budget: int) -> list[ScheduledRequest]:
         """One token for every running request that needs just one; preempts from the youngest when blocks run out."""

@@ -1,0 +1,32 @@
+"""Laws of the scheduler: whatever is admitted together comes to its end."""
+
+import random
+
+import pytest
+
+from tests.scheduling import Driver, continuation, new_request
+
+
+def test_a_long_prompt_gets_back_the_blocks_that_a_younger_request_grew_into() -> None:
+    """Two prompt tokens and one token of the other per step: when the prompt needs its last block, it is taken."""
+    driver = Driver(num_blocks=10, block_size=4, budget=3)
+    long, short = new_request("long", 28, max_new_tokens=8), new_request("short", 1, max_new_tokens=30)
+    driver.add(long)
+    driver.add(short)
+    driver.run()
+    assert driver.tokens["long"] == continuation(long.token_ids, 8)
+    assert driver.tokens["short"] == continuation(short.token_ids, 30)
+    assert driver.scheduler.counters.preemptions
+    assert driver.is_empty
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_mix_of_long_and_short_requests_ends_in_a_tiny_pool(seed: int) -> None:
+    rng = random.Random(seed)
+    driver = Driver(num_blocks=rng.randint(8, 12), block_size=4, budget=rng.randint(1, 6), max_num_seqs=4)
+    requests = [new_request(f"r{i}", rng.randint(1, 20), max_new_tokens=rng.randint(1, 12)) for i in range(8)]
+    for request in requests:
+        driver.add(request)
+    driver.run()
+    assert driver.tokens == {r.request_id: continuation(r.token_ids, r.max_new_tokens) for r in requests}
+    assert driver.is_empty
