@@ -109,7 +109,7 @@ def check_destination(runs: Runs, lens: Sequence[int]) -> None:
 
 def endpoint_field(endpoint: Mapping[str, object], name: str, kind: type[T]) -> T:
     """Field `name` of an endpoint another process described. Raises PlaneUnavailable unless it has that type."""
-    value = endpoint.get(name)
+    value = endpoint.get(name) if isinstance(endpoint, Mapping) else None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise PlaneUnavailable(f"the endpoint's field {name!r} should be {kind.__name__}, given {value!r}")
     return value

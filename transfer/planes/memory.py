@@ -57,12 +57,13 @@ class MemoryServer:
         self.buffers = buffers
         self.gate = Gate("the holder's memory server")
         self._key = secrets.token_hex(8)
+        self._endpoint = {"process": _process(), "server": self._key}
         with _servers_lock:
             _servers[self._key] = self
 
     @property
     def endpoint(self) -> Mapping[str, object]:
-        return {"process": _process(), "server": self._key}
+        return self._endpoint
 
     def close(self) -> None:
         with _servers_lock:
