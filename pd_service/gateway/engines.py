@@ -39,8 +39,9 @@ class EngineMember:
 
 
 class EngineClient:
-    def __init__(self, member: EngineMember, changed: asyncio.Event) -> None:
+    def __init__(self, member: EngineMember, changed: asyncio.Event, holders: Sequence[EngineMember]) -> None:
         self.member = member
+        self._holders = holders
         self.load = Load()
         self.is_connected = False
         self._changed = changed  # set whenever an engine becomes usable
@@ -90,6 +91,13 @@ class EngineClient:
         """Gives a ticket of this engine back."""
         self._send(pb.GatewayMessage(release=pb.ReleaseTicket(lease_id=lease_id)))
 
+    def meet(self, holders: Sequence[EngineMember]) -> None:
+        """Tells a reading engine whose tickets it may be given, now and after each reconnection."""
+        self._holders = holders
+        if holders and self.member.role != "prefill":
+            named = [pb.Holder(address=holder.address, incarnation=holder.incarnation) for holder in holders]
+            self._send(pb.GatewayMessage(holders=pb.Holders(holders=named)))
+
     def _send(self, message: pb.GatewayMessage) -> None:
         if self.is_connected:  # otherwise the engine has already let go of everything that was ours
             self._outbox.put_nowait(message)
@@ -126,6 +134,7 @@ class EngineClient:
     def _connected(self, hello: pb.EngineHello) -> None:
         self.load = wire.load_from_wire(hello.load)
         self.is_connected = True
+        self.meet(self._holders)
         self._changed.set()
 
     def _deliver(self, events: pb.StepEvents) -> None:
@@ -161,8 +170,11 @@ class Directory:
         wanted = {member.engine_id: member for member in members}
         gone = [key for key, client in self._clients.items() if wanted.get(key) != client.member]
         closing = [self._clients.pop(key) for key in gone]
+        holders = [member for member in members if member.role != "decode"]
+        for client in self._clients.values():
+            client.meet(holders)
         for key in wanted.keys() - self._clients.keys():
-            self._clients[key] = EngineClient(wanted[key], self._changed)
+            self._clients[key] = EngineClient(wanted[key], self._changed, holders)
         await asyncio.gather(*(client.close() for client in closing))
 
     def ready(self, role: Role) -> list[EngineClient]:

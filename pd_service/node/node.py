@@ -204,6 +204,9 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
                 self._cancel(session, RequestId(message.cancel.request_id))
             case "release":
                 self._holder.release(message.release.lease_id)
+            case "holders":
+                for holder in message.holders.holders:
+                    self._reader.meet(holder.address, holder.incarnation)
             case kind:
                 logger.warning("ignored a message of kind %s from a gateway", kind)
 
@@ -285,5 +288,6 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         )
 
     def _describe_planes(self) -> str:
-        refused = [f"{name} not: {reason}" for name, reason in self._holder.refused_planes.items()]
-        return "; ".join([", ".join(self._holder.plane_names), *refused])
+        offers = [f"offers {', '.join(self._holder.plane_names)}"] if self._config.role != "decode" else []
+        refused = [f"not {name}: {reason}" for name, reason in self._holder.refused_planes.items()]
+        return "; ".join([*offers, *refused, *self._reader.describe_peers()])

@@ -45,10 +45,11 @@ class _Peer:
         self.layout: EngineLayout | None = None
         self.plane: PlaneReader | None = None
         self.plane_name = ""
+        self.plane_reason = ""
         self.broken: str | None = None  # why the channel ended
         self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
         self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self.reading: asyncio.Task[None] | None = None  # ends when the channel does
         self._channel: grpc.aio.Channel | None = None
 
     async def connect(self, incarnation: str, layout: EngineLayout, planes: Sequence[Plane], buffers: Buffers) -> None:
@@ -76,7 +77,7 @@ class _Peer:
         if differences:
             raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
         await self._choose_plane(first.hello, planes, buffers)
-        self._reading = asyncio.create_task(self._read())
+        self.reading = asyncio.create_task(self._read())
 
     async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
         offers = {offer.name: offer.endpoint for offer in hello.planes}
@@ -92,7 +93,8 @@ class _Peer:
                 reasons.append(f"{plane.name}: {reason}")
                 continue
             self.plane_name = plane.name
-            logger.info("data plane to %s: %s (%s)", self.address, plane.name, "; ".join(reasons) or "first choice")
+            self.plane_reason = "; ".join(reasons) or "first choice"
+            logger.info("data plane to %s: %s (%s)", self.address, self.plane_name, self.plane_reason)
             return
         raise TransferFailed(f"no data plane reaches {self.address}: {'; '.join(reasons)}")
 
@@ -162,10 +164,10 @@ class _Peer:
     async def close(self) -> None:
         self._outbox.put_nowait(None)
         self._break("the reader is closing")
-        if self._reading is not None:
-            self._reading.cancel()
+        if self.reading is not None:
+            self.reading.cancel()
             with suppress(asyncio.CancelledError):
-                await self._reading
+                await self.reading
         if self._channel is not None:
             await self._channel.close(None)
 
@@ -224,10 +226,23 @@ class Reader:
         self._peers: dict[tuple[str, str], asyncio.Task[_Peer]] = {}
         self._claims: dict[RequestId, Claim] = {}
         self._pulls: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def num_pulls(self) -> int:
         return len(self._pulls)
+
+    def meet(self, address: str, incarnation: str) -> None:
+        """Connects to a holder before anybody has a ticket for it. Failing is no harm: a ticket tries again."""
+        if incarnation != self._incarnation and (address, incarnation) not in self._peers:
+            self._start_connecting(address, incarnation)
+
+    def describe_peers(self) -> list[str]:
+        """One line per connected holder: the plane in use and why no better one."""
+        return [
+            f"reads {peer.address} over {peer.plane_name} ({peer.plane_reason})"
+            for peer in (task.result() for task in self._peers.values() if task.done())
+        ]
 
     def claim(self, request_id: RequestId, ticket: Ticket) -> None:
         """The request has arrived: open its ticket now, whenever its blocks can be had."""
@@ -291,46 +306,45 @@ class Reader:
         return peer, await peer.open(ticket.lease_id)
 
     async def _peer(self, address: str, incarnation: str) -> _Peer:
-        """The channel to this life of this holder; made on first use, and again after it broke."""
-        key = (address, incarnation)
-        connecting = self._peers.get(key)
-        if connecting is None or _is_useless(connecting):
-            await self._forget_dead_peers()
-            connecting = asyncio.create_task(self._connect(address, incarnation))
-            self._peers[key] = connecting
+        """The channel to this life of this holder; made on first use, and again after it was lost."""
+        connecting = self._peers.get((address, incarnation)) or self._start_connecting(address, incarnation)
         return await asyncio.shield(connecting)
+
+    def _start_connecting(self, address: str, incarnation: str) -> asyncio.Task[_Peer]:
+        connecting = asyncio.create_task(self._connect(address, incarnation))
+        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody waits for it
+        self._peers[address, incarnation] = connecting
+        return connecting
 
     async def _connect(self, address: str, incarnation: str) -> _Peer:
         peer = _Peer(address, incarnation, self._pull_timeout_s)
         try:
             await peer.connect(self._incarnation, self._layout, self._planes, self._buffers)
-        except BaseException:
-            await peer.close()
+        except BaseException as error:
+            logger.warning("cannot read from %s: %s", address, error)
+            self._forget(peer)
             raise
+        assert peer.reading is not None
+        peer.reading.add_done_callback(lambda _: self._forget(peer))
         return peer
 
-    async def _forget_dead_peers(self) -> None:
-        for key in [key for key, connecting in self._peers.items() if _is_useless(connecting)]:
-            connecting = self._peers.pop(key)
-            if not connecting.cancelled() and connecting.exception() is None:
-                await connecting.result().close()
+    def _forget(self, peer: _Peer) -> None:
+        """The channel is gone: so are its connections, mappings and descriptors, before any successor comes."""
+        self._peers.pop((peer.address, peer.incarnation), None)
+        closing = asyncio.get_running_loop().create_task(peer.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Ends every claim, pull and channel."""
         for request_id in list(self._claims):
             self.drop(request_id)
-        for connecting in self._peers.values():
+        for connecting in list(self._peers.values()):
             connecting.cancel()
             with suppress(asyncio.CancelledError, TransferFailed):
                 await (await connecting).close()
-        await asyncio.gather(*self._pulls, return_exceptions=True)
+        await asyncio.gather(*self._pulls, *self._closing, return_exceptions=True)
         self._threads.shutdown()
-
-
-def _is_useless(connecting: asyncio.Task[_Peer]) -> bool:
-    if not connecting.done():
-        return False
-    return connecting.cancelled() or connecting.exception() is not None or connecting.result().broken is not None
 
 
 def _timed_read(plane: PlaneReader, lease_id: str, runs: Runs, timeout_s: float) -> float:

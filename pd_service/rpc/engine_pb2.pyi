@@ -8,16 +8,32 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "release")
+    __slots__ = ("hello", "submit", "cancel", "release", "holders")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     hello: GatewayHello
     submit: Submit
     cancel: Cancel
     release: ReleaseTicket
-    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[ReleaseTicket, _Mapping]] = ...) -> None: ...
+    holders: Holders
+    def __init__(self, hello: _Optional[_Union[GatewayHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[ReleaseTicket, _Mapping]] = ..., holders: _Optional[_Union[Holders, _Mapping]] = ...) -> None: ...
+
+class Holders(_message.Message):
+    __slots__ = ("holders",)
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    def __init__(self, holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("address", "incarnation")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class GatewayHello(_message.Message):
     __slots__ = ("version", "incarnation")
