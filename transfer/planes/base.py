@@ -79,17 +79,14 @@ def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Se
 
     Safe for any int64 values: they may come from another process.
     """
-    if not len(buffer):
-        return None
-    sizes = np.asarray(lens, np.int64)
-    known = (buffer >= 0) & (buffer < len(sizes))
-    size = sizes[np.where(known, buffer, 0)] if len(sizes) else np.zeros_like(buffer)
-    # `size - length` cannot overflow once length is known to be in [0, size].
-    inside = known & (length >= 0) & (length <= size) & (offset >= 0) & (offset <= size - np.clip(length, 0, size))
+    known = (buffer >= 0) & (buffer < len(lens))
+    size = np.asarray(lens or (0,), np.int64).take(buffer, mode="clip")
+    # `size - length` can only overflow where length is negative, which is refused anyway.
+    inside = known & (length >= 0) & (offset >= 0) & (offset <= size - length)
     if inside.all():
         return None
     i = int(np.argmin(inside))
-    where = f"of {size[i]} bytes" if known[i] else f"which does not exist ({len(sizes)} buffers)"
+    where = f"of {size[i]} bytes" if known[i] else f"which does not exist ({len(lens)} buffers)"
     return f"run {i}: {length[i]} bytes at {offset[i]} of buffer {buffer[i]} {where}"
 
 

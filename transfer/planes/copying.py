@@ -92,12 +92,24 @@ def _patterns(runs: Runs) -> Iterator[tuple[list[tuple[int, int]], Int64Array, I
     starts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(runs)]
     shape = np.stack((runs.src_offset, runs.dst_offset, runs.length), axis=1)  # [runs, 3]
     sources, destinations = runs.src_buffer[starts[:-1]].tolist(), runs.dst_buffer[starts[:-1]].tolist()
+    pairs = list(zip(sources, destinations, strict=True))
     found: dict[bytes, tuple[list[tuple[int, int]], slice]] = {}
-    for pair, start, end in zip(zip(sources, destinations, strict=True), starts, starts[1:], strict=False):
-        pairs, _ = found.setdefault(shape[start:end].tobytes(), ([], slice(start, end)))
-        pairs.append(pair)
-    for pairs, part in found.values():
-        yield pairs, runs.src_offset[part], runs.dst_offset[part], runs.length[part]
+    if _is_repeated(shape, starts):
+        found[b""] = (pairs, slice(starts[1]))
+    else:
+        for pair, start, end in zip(pairs, starts, starts[1:], strict=False):
+            found.setdefault(shape[start:end].tobytes(), ([], slice(start, end)))[0].append(pair)
+    for alike, part in found.values():
+        yield alike, runs.src_offset[part], runs.dst_offset[part], runs.length[part]
+
+
+def _is_repeated(shape: Int64Array, starts: list[int]) -> bool:
+    """Whether all parts of `shape` are like the first; with one attention type they are, and no loop is needed."""
+    num_parts, part = len(starts) - 1, starts[1]
+    if num_parts * part != len(shape) or starts != list(range(0, len(shape) + 1, part)):
+        return False
+    parts = shape.reshape(num_parts, part, 3)
+    return bool((parts == parts[0]).all())
 
 
 def _series(addresses: list[tuple[int, int]]) -> Iterator[_Series]:

@@ -121,9 +121,12 @@ class TcpServer:
             status = wire.Status(problem=str(refusal), refused=True)
             wire.send(sock, [memoryview(wire.encode_status(status))], self._stall_s)
             return
-        wire.send(sock, [memoryview(wire.encode_status(wire.Status()))], self._stall_s)
+        # The status leaves together with the first bytes, so that the reader wakes up once.
+        before = [memoryview(wire.encode_status(wire.Status()))]
         for pieces in wire.batches(self._views, request.buffer, request.offset, request.length):
-            wire.send(sock, pieces, self._stall_s)
+            wire.send(sock, before + pieces, self._stall_s)
+            before = []
+        wire.send(sock, before, self._stall_s)
 
 
 def memory_views(buffers: Buffers, *, writable: bool) -> list[memoryview]:
