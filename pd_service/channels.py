@@ -1,9 +1,10 @@
-"""What all our gRPC servers and clients share: limits, keepalive, and the queue behind an outgoing stream."""
+"""What all our gRPC servers and clients share: limits, keepalive, and the queue behind a stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -43,7 +44,24 @@ def server_options() -> list[tuple[str, int]]:
     ]
 
 
-async def drain(outbox: asyncio.Queue[T | None]) -> AsyncIterator[T]:
-    """The messages of the queue until None, as the request iterator of a stream."""
-    while (message := await outbox.get()) is not None:
-        yield message
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` as a task while the body runs; with the body it has ended too."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def write_all(outbox: asyncio.Queue[T | None], stream: Any) -> None:
+    """Writes the queue's messages to a client's call or a servicer's context, in order, until None.
+
+    All our streams are written like this and none by a generator: grpc.aio leaves a generator, and the task that reads
+    it, to the garbage collector when a call is cut. The end of the call ends the writing; its reader says why.
+    """
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while (message := await outbox.get()) is not None:
+            await stream.write(message)

@@ -133,7 +133,15 @@ async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConf
 def _progress_line() -> Iterator[Callable[[str], None]]:
     """On a terminal one line that changes; elsewhere a line for each new message."""
     if not console.is_terminal:
-        yield lambda message: console.print(message, soft_wrap=True)
+        shown = ""
+
+        def show(message: str) -> None:
+            nonlocal shown
+            if message != shown:
+                console.print(message, soft_wrap=True)
+            shown = message
+
+        yield show
         return
     with console.status("starting") as line:
         yield line.update

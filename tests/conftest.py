@@ -14,5 +14,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
+def long_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As small, but its streams last for seconds."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "long", max_position=16384)
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,6 +1,7 @@
 """Real engines over real gRPC in one process: hand-over, cancel, loss, restart, refusal."""
 
 import asyncio
+import contextlib
 import random
 from contextlib import aclosing
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pd_service.channels import EOF
 from pd_service.config import EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
 from pd_service.errors import InvalidRequest, TransferFailed, Unavailable
@@ -261,6 +263,9 @@ def test_no_bytes_from_a_peer_end_a_holder(tiny_model_dir: Path, seed: int) -> N
                         stream = channel.stream_stream(method)()
                         await stream.write(draw.randbytes(draw.randrange(60)))
                         await stream.done_writing()
+                        with contextlib.suppress(grpc.aio.AioRpcError):
+                            while await stream.read() is not EOF:
+                                pass
                         assert await stream.code() is not grpc.StatusCode.UNAVAILABLE  # the server itself is there
             assert await cluster.generate(PROMPT, 4) == expected
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,16 +163,14 @@ class Controller(admin_pb2_grpc.AdminServicer):
             self._version += 1
             self._changed.notify_all()
 
-    async def WatchMembership(
-        self, request: pb.WatchMembershipRequest, context: Context
-    ) -> AsyncIterator[pb.Membership]:
+    async def WatchMembership(self, request: pb.WatchMembershipRequest, context: Context) -> None:
         told = -1
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._version != told)  # noqa: B023
                 told = self._version
                 membership = pb.Membership(version=told, members=self._members.values())
-            yield membership
+            await context.write(membership)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         members = list(self._members.values())

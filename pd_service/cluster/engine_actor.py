@@ -15,7 +15,6 @@ import ray
 
 from pd_service.config import EngineConfig
 from pd_service.errors import PdError
-from pd_service.node.node import EngineNode
 
 
 class EngineActor:
@@ -36,6 +35,9 @@ class EngineActor:
 
     def start(self) -> dict[str, str]:
         """Loads the model and binds; the address, incarnation, host and process id others know it by."""
+        self._progress = "loading libraries"
+        from pd_service.node.node import EngineNode  # torch: for the engine, not for its controller
+
         try:
             self._node = EngineNode(self._config, self._set_progress)
         except PdError as error:

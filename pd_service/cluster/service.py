@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import ray
@@ -26,9 +26,11 @@ from pd_service.channels import channel_options
 from pd_service.cluster.controller import Controller
 from pd_service.config import ServiceConfig
 from pd_service.errors import ConfigError
-from pd_service.gateway.gateway import Gateway
 from pd_service.models.config import ModelConfig
 from pd_service.rpc import admin_pb2, admin_pb2_grpc
+
+if TYPE_CHECKING:
+    from pd_service.gateway.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,6 @@ class Service:
     """A running service, as the process that started it sees it."""
 
     gateway: Gateway
-    model_name: str
     admin_address: str
 
     async def status(self) -> admin_pb2.StatusResponse:
@@ -56,36 +57,58 @@ async def running_service(
     config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
 ) -> AsyncIterator[Service]:
     """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
-    model_name = config.served_model_name or model_dir.name
-    max_model_len = config.engine.max_model_len or model_config.max_model_len
-    gateway = Gateway(
-        config.gateway,
-        model_dir=model_dir,
-        model_config=model_config,
-        model_name=model_name,
-        max_model_len=max_model_len,
-    )
     progress("starting Ray")
     starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
     try:
-        host = await asyncio.shield(starting)
-        _take_signals_back()
-        controller = _start_controller(config, model_dir, model_name, host)
-        try:
-            admin_address = await controller.start.remote()
-            await gateway.start(admin_address)
-            try:
-                service = Service(gateway=gateway, model_name=model_name, admin_address=admin_address)
+        async with _bound_gateway(config, model_dir, model_config) as gateway:
+            host = await asyncio.shield(starting)
+            _take_signals_back()
+            async with _controller(config, model_dir, gateway.model_name, host) as admin_address:
+                await gateway.start(admin_address)
+                service = Service(gateway=gateway, admin_address=admin_address)
                 await _wait_until_ready(service, progress)
                 yield service
-            finally:
-                await gateway.stop()
-        finally:
-            await _stop_controller(controller)
+                await gateway.stop()  # while its engines still answer
     finally:
         with suppress(ConfigError):
             await starting  # a start that was interrupted has to end before it can be undone
         await asyncio.to_thread(ray.shutdown)
+
+
+@asynccontextmanager
+async def _bound_gateway(config: ServiceConfig, model_dir: Path, model_config: ModelConfig) -> AsyncIterator[Gateway]:
+    """Its ports are taken first: what cannot be had there is said before anything is started."""
+    from pd_service.gateway.gateway import Gateway  # takes seconds, while Ray starts
+
+    gateway = Gateway(
+        config.gateway,
+        model_dir=model_dir,
+        model_config=model_config,
+        model_name=config.served_model_name or model_dir.name,
+        max_model_len=config.engine.max_model_len or model_config.max_model_len,
+    )
+    gateway.bind()
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
+
+
+@asynccontextmanager
+async def _controller(config: ServiceConfig, model_dir: Path, model_name: str, host: str | None) -> AsyncIterator[str]:
+    """The controller's address; at the end it and all its engines are gone."""
+    actor_class: Any = ray.remote(Controller)
+    controller = actor_class.options(
+        name="controller", lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100
+    ).remote(config.model_dump(mode="json"), str(model_dir), model_name, host)
+    try:
+        yield await controller.start.remote()
+    finally:
+        try:
+            await asyncio.wait_for(controller.stop.remote(), CONTROLLER_STOP_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.warning("the controller did not stop by itself: %r", error)
+        ray.kill(controller)
 
 
 def _start_ray(config: ServiceConfig) -> str | None:
@@ -118,13 +141,6 @@ def _take_signals_back() -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
-def _start_controller(config: ServiceConfig, model_dir: Path, model_name: str, host: str | None) -> Any:
-    controller: Any = ray.remote(Controller)
-    return controller.options(
-        name="controller", lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100
-    ).remote(config.model_dump(mode="json"), str(model_dir), model_name, host)
-
-
 async def _wait_until_ready(service: Service, progress: Progress) -> None:
     """Shows what the engines are doing until the gateway is connected to both pools. An engine that cannot start for a
     reason that stays (a model that does not load, a cache that does not fit) ends the wait.
@@ -153,11 +169,3 @@ async def _show_progress(service: Service, progress: Progress) -> str:
             if failures:
                 return f"an engine failed to start: {'; '.join(failures)}"
     return "the controller went away"
-
-
-async def _stop_controller(controller: Any) -> None:
-    try:
-        await asyncio.wait_for(controller.stop.remote(), CONTROLLER_STOP_S)
-    except (TimeoutError, ray.exceptions.RayError) as error:
-        logger.warning("the controller did not stop by itself: %r", error)
-    ray.kill(controller)

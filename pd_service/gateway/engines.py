@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from pd_service import wire
-from pd_service.channels import EOF, channel_options, drain
+from pd_service.channels import EOF, beside, channel_options, write_all
 from pd_service.config import PROTOCOL_VERSION, Role
 from pd_service.errors import DeadlineExceeded, EngineLost, Unavailable
 from pd_service.request import EngineRequest, Load, RequestId, TokenEvent
@@ -115,14 +115,14 @@ class EngineClient:
         self._outbox.put_nowait(pb.GatewayMessage(hello=hello))
         try:
             async with grpc.aio.insecure_channel(self.member.address, options=channel_options()) as channel:
-                stream = engine_pb2_grpc.EngineStub(channel).Session(drain(self._outbox))
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    first = await stream.read()
-                if first is EOF:
-                    return "the engine closed it"
-                self._connected(first.hello)
-                while (message := await stream.read()) is not EOF:
-                    self._deliver(message.events)
+                stream = engine_pb2_grpc.EngineStub(channel).Session()
+                async with beside(write_all(self._outbox, stream)):
+                    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                        first = await stream.read()
+                    if first is not EOF:
+                        self._connected(first.hello)
+                        while (message := await stream.read()) is not EOF:
+                            self._deliver(message.events)
                 return "the engine closed it"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
@@ -15,12 +14,12 @@ import uvicorn
 
 from pd_service.channels import Context, channel_options, server_options
 from pd_service.config import GatewaySettings, Role
-from pd_service.errors import ConfigError
+from pd_service.errors import ConfigError, InvalidRequest
 from pd_service.gateway.engines import Directory, EngineMember
 from pd_service.gateway.generation import Generation
 from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_standard_services
 from pd_service.gateway.http_door import make_app
-from pd_service.gateway.intake import Intake
+from pd_service.gateway.intake import ChatMessage, Intake
 from pd_service.gateway.story import RequestStory
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics
@@ -45,6 +44,7 @@ class Gateway:
         max_model_len: int,
     ) -> None:
         self._settings = settings
+        self.model_name = model_name
         self._tokenizer = Tokenizer(model_dir)
         self.metrics = GatewayMetrics()
         self.directory = Directory()
@@ -58,7 +58,9 @@ class Gateway:
         )
         story = RequestStory(self.directory, settings, self.metrics)
         self.generation = Generation(intake=intake, story=story, metrics=self.metrics)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     def unready_reason(self) -> str | None:
         """Why requests cannot be answered now; None when each pool has a connected engine."""
@@ -66,41 +68,35 @@ class Gateway:
         missing = [role for role in roles if not self.directory.ready(role)]
         return f"no engine is connected for: {', '.join(missing)}" if missing else None
 
-    async def start(self, admin_address: str | None) -> None:
-        """Binds both doors and follows the controller's membership; without one, the directory is the caller's.
-
-        Raises ConfigError when an address cannot be bound. `grpc_address` and `http_address` are set afterwards.
-        """
-        http_socket = _bind(self._settings.http)
-        self.http_address = "{}:{}".format(*http_socket.getsockname()[:2])
-        await self._start_grpc(admin_address)
-        self._start_http(http_socket)
-        if admin_address is not None:
-            self._tasks.append(asyncio.create_task(self._follow(admin_address)))
-
-    async def _start_grpc(self, admin_address: str | None) -> None:
-        server = grpc.aio.server(options=server_options())
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self.generation), server)
-        names = [SERVICE_NAME]
-        if admin_address is not None:
-            self._admin = grpc.aio.insecure_channel(admin_address, options=channel_options())
-            admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), server)
-            names.append(ADMIN_SERVICE_NAME)
-        self._health = await add_standard_services(server, names)
+    def bind(self) -> None:
+        """Takes both ports; raises ConfigError when one cannot be had. Needs the event loop it will serve in."""
+        self._http_socket = _bind(self._settings.http)
+        self.http_address = "{}:{}".format(*self._http_socket.getsockname()[:2])
+        self._grpc_server = grpc.aio.server(options=server_options())
         host, _, _ = self._settings.grpc.rpartition(":")
         try:
-            port = server.add_insecure_port(self._settings.grpc)
+            port = self._grpc_server.add_insecure_port(self._settings.grpc)
         except RuntimeError as error:
+            self._http_socket.close()
             raise ConfigError(f"gateway.grpc: cannot bind {self._settings.grpc}; is the port in use?") from error
         self.grpc_address = f"{host}:{port}"
-        await server.start()
-        self._grpc_server = server
 
-    def _start_http(self, bound: socket.socket) -> None:
+    async def start(self, admin_address: str) -> None:
+        """Opens both doors, which refuse until engines are there, and follows the controller's membership."""
+        with suppress(
+            InvalidRequest
+        ):  # the first chat compiles the template; a model without one has nothing to compile
+            await self._tokenizer.encode_chat([ChatMessage(role="user", content="warm-up")])
+        self._admin = grpc.aio.insecure_channel(admin_address, options=channel_options())
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self.generation), self._grpc_server)
+        admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), self._grpc_server)
+        self._health = await add_standard_services(self._grpc_server, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+        await self._grpc_server.start()
         app = make_app(self.generation, self.unready_reason)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
         self._http_server = _Uvicorn(config)
-        self._tasks.append(asyncio.create_task(self._http_server.serve(sockets=[bound])))
+        self._serving = asyncio.create_task(self._http_server.serve(sockets=[self._http_socket]))
+        self._following = asyncio.create_task(self._follow(admin_address))
 
     async def _follow(self, admin_address: str) -> None:
         """Takes over each membership; while the controller is away the last one stays in use."""
@@ -120,16 +116,21 @@ class Gateway:
         await self._health.report(is_serving=True)
 
     async def stop(self) -> None:
-        """Ends open streams with UNAVAILABLE after a short grace, then both doors."""
-        await self._health.report(is_serving=False)
-        self._http_server.should_exit = True
-        await self._grpc_server.stop(STOP_GRACE_S)
-        for task in self._tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.directory.close()
-        if hasattr(self, "_admin"):
+        """Ends open streams with UNAVAILABLE after a short grace, then both doors. May be called twice, and early."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._following is None or self._serving is None:  # it never opened
+            self._http_socket.close()
+            await self._grpc_server.stop(None)
+        else:
+            await self._health.report(is_serving=False)
+            self._http_server.should_exit = True
+            await self._grpc_server.stop(STOP_GRACE_S)
+            self._following.cancel()
+            await asyncio.gather(self._serving, self._following, return_exceptions=True)
             await self._admin.close(None)
+        await self.directory.close()
         self._tokenizer.close()
 
 
@@ -146,12 +147,10 @@ class _AdminPassage(admin_pb2_grpc.AdminServicer):
             await context.abort(error.code(), f"the controller did not answer: {error.details()}")
         return answer
 
-    async def WatchMembership(
-        self, request: admin_pb2.WatchMembershipRequest, context: Context
-    ) -> AsyncIterator[admin_pb2.Membership]:
+    async def WatchMembership(self, request: admin_pb2.WatchMembershipRequest, context: Context) -> None:
         try:
             async for membership in self._admin.WatchMembership(request):
-                yield membership
+                await context.write(membership)
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), f"the controller is away: {error.details()}")
 

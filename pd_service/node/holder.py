@@ -18,7 +18,7 @@ from time import monotonic
 import grpc
 import msgpack
 
-from pd_service.channels import Context
+from pd_service.channels import Context, beside, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import Hold
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
@@ -139,26 +139,22 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
     # ---- channels
 
-    async def Channel(
-        self, request_iterator: AsyncIterator[pb.ReaderMessage], context: Context
-    ) -> AsyncIterator[pb.HolderMessage]:
+    async def Channel(self, request_iterator: AsyncIterator[pb.ReaderMessage], context: Context) -> None:
         """One reader's stream, until either side ends it; the end ends every ticket the reader has opened."""
         hello = await anext(aiter(request_iterator), None)
         reasons = self._refusal(hello)
         if hello is None or reasons:
             logger.warning("refused a reader: %s", "; ".join(reasons))
-            yield pb.HolderMessage(refused=pb.Refused(reasons=reasons))
+            await context.write(pb.HolderMessage(refused=pb.Refused(reasons=reasons)))
             return
         channel = _Channel(reader=hello.hello.incarnation)
         self._channels.add(channel)
         self._guard.register_reader(channel.token)
-        incoming = asyncio.create_task(self._read(channel, request_iterator))
+        channel.outbox.put_nowait(pb.HolderMessage(hello=self._hello(channel)))
         try:
-            yield pb.HolderMessage(hello=self._hello(channel))
-            while (message := await channel.outbox.get()) is not None:
-                yield message
+            async with beside(self._read(channel, request_iterator)):
+                await write_all(channel.outbox, context)
         finally:
-            incoming.cancel()
             self._forget(channel)
 
     def _refusal(self, first: pb.ReaderMessage | None) -> list[str]:

@@ -22,7 +22,7 @@ import grpc
 
 from kv_cache import SharedStorage
 from pd_service import wire
-from pd_service.channels import Context, server_options
+from pd_service.channels import Context, beside, server_options, write_all
 from pd_service.config import PROTOCOL_VERSION, EngineConfig
 from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, PullOrder, ReleaseHeld, StepOutput, Submit
@@ -153,30 +153,27 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
     # ---- from gateways
 
-    async def Session(
-        self, request_iterator: AsyncIterator[pb.GatewayMessage], context: Context
-    ) -> AsyncIterator[pb.EngineMessage]:
+    async def Session(self, request_iterator: AsyncIterator[pb.GatewayMessage], context: Context) -> None:
         hello = await anext(aiter(request_iterator), None)
         refusal = self._refusal(hello)
         if refusal is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
         session = _Session()
         self._sessions.add(session)
-        incoming = asyncio.create_task(self._read(session, request_iterator))
+        session.outbox.put_nowait(pb.EngineMessage(hello=self._hello()))
         try:
-            yield pb.EngineMessage(
-                hello=pb.EngineHello(
-                    version=PROTOCOL_VERSION,
-                    incarnation=self.incarnation,
-                    role=self._config.role,
-                    load=wire.load_to_wire(self._load),
-                )
-            )
-            while (message := await session.outbox.get()) is not None:
-                yield message
+            async with beside(self._read(session, request_iterator)):
+                await write_all(session.outbox, context)
         finally:
-            incoming.cancel()
             self._end_session(session)
+
+    def _hello(self) -> pb.EngineHello:
+        return pb.EngineHello(
+            version=PROTOCOL_VERSION,
+            incarnation=self.incarnation,
+            role=self._config.role,
+            load=wire.load_to_wire(self._load),
+        )
 
     def _refusal(self, first: pb.GatewayMessage | None) -> str | None:
         if first is None or not first.HasField("hello"):

@@ -11,13 +11,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from time import monotonic
 
 import grpc
 import msgpack
 
-from pd_service.channels import EOF, channel_options, drain
+from pd_service.channels import EOF, beside, channel_options, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import PullOrder
 from pd_service.engine.request_state import PullStats
@@ -50,13 +50,14 @@ class _Peer:
         self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
         self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
         self.reading: asyncio.Task[None] | None = None  # ends when the channel does
-        self._channel: grpc.aio.Channel | None = None
+        self._open = AsyncExitStack()  # the connection and what belongs to it
 
     async def connect(self, incarnation: str, layout: EngineLayout, planes: Sequence[Plane], buffers: Buffers) -> None:
         """Handshake, then the best plane both sides share. Raises TransferFailed with the reason."""
-        self._channel = grpc.aio.insecure_channel(self.address, options=channel_options())
-        stub = kv_transfer_pb2_grpc.KvTransferStub(self._channel)
-        self._stream = stub.Channel(drain(self._outbox))
+        channel = grpc.aio.insecure_channel(self.address, options=channel_options())
+        await self._open.enter_async_context(channel)
+        self._stream = kv_transfer_pb2_grpc.KvTransferStub(channel).Channel()
+        await self._open.enter_async_context(beside(write_all(self._outbox, self._stream)))
         hello = pb.ReaderHello(
             version=PROTOCOL_VERSION,
             incarnation=incarnation,
@@ -72,7 +73,10 @@ class _Peer:
         if first is EOF or not first.HasField("hello"):
             reasons = [] if first is EOF else list(first.refused.reasons)
             raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
-        self.layout = layout_from_wire(first.hello.layout)
+        try:
+            self.layout = layout_from_wire(first.hello.layout)
+        except ValueError as error:
+            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
         differences = compare(layout, self.layout)
         if differences:
             raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
@@ -162,14 +166,12 @@ class _Peer:
             self.plane.close()
 
     async def close(self) -> None:
-        self._outbox.put_nowait(None)
         self._break("the reader is closing")
         if self.reading is not None:
             self.reading.cancel()
             with suppress(asyncio.CancelledError):
                 await self.reading
-        if self._channel is not None:
-            await self._channel.close(None)
+        await self._open.aclose()
 
 
 class Claim:

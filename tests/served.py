@@ -1,0 +1,132 @@
+"""A whole service as its user starts it: `pd-service serve` in a process of its own, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+
+from pd_service.channels import channel_options
+from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+START_S = 120  # bounds, not measures
+STOP_S = 30
+CLI = [sys.executable, "-m", "pd_service.cli"]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    grpc_address: str
+    http_address: str
+    output: str
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self.http_address}"
+
+    def stop(self, signum: int = signal.SIGINT) -> str:
+        """Signals the process as a terminal does, and returns the rest of what it printed."""
+        self.process.send_signal(signum)
+        rest, _ = self.process.communicate(timeout=STOP_S)
+        return rest
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything it has started, Ray's own processes included."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    @contextlib.asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        async with grpc.aio.insecure_channel(self.grpc_address, options=channel_options()) as channel:
+            yield channel
+
+    async def status(self) -> admin_pb2.StatusResponse:
+        async with self.channel() as channel:
+            answer: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
+            return answer
+
+    async def is_empty(self) -> bool:
+        """Every engine is ready and holds nothing."""
+        status = await self.status()
+        held = [
+            engine.status.leases + engine.status.pulls + sum(usage.used for usage in engine.status.blocks)
+            for engine in status.engines
+        ]
+        return not any(held) and not any(engine.problem for engine in status.engines)
+
+    async def tokens(self, prompt: list[int], max_tokens: int, **sampling: object) -> list[int]:
+        """Token ids of an answer over gRPC."""
+        request = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=prompt),
+            sampling=generation_pb2.Sampling(max_tokens=max_tokens, **({"temperature": 0.0} | sampling)),  # type: ignore[arg-type]
+        )
+        async with self.channel() as channel:
+            answer = generation_pb2_grpc.GenerationStub(channel).Generate(request)
+            return [token async for response in answer for token in response.delta.token_ids]
+
+
+@contextlib.contextmanager
+def served(*flags: str) -> Iterator[Served]:
+    """Starts a service, waits until it is ready, and leaves nothing of it whatever the test does."""
+    command = [*CLI, "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    children: list[psutil.Process] = []
+    try:
+        output = _read_until_ready(process)
+        grpc_address = re.search(r"--address (\S+)", output)
+        http_address = re.search(r"http://([^/]+)/v1", output)
+        assert grpc_address, output
+        assert http_address, output
+        children = psutil.Process(process.pid).children(recursive=True)
+        yield Served(process, grpc_address[1], http_address[1], output)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=STOP_S)
+        for left in [process, *children]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                left.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _read_until_ready(process: subprocess.Popen[str]) -> str:
+    """What it prints until it says how to stop it; a start that hangs is killed, so that reading ends."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(START_S, process.kill)
+    watchdog.start()
+    try:
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                return "".join(lines)
+    finally:
+        watchdog.cancel()
+    raise AssertionError("the service did not start:\n" + "".join(lines))
+
+
+def cli(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """One run of the command line."""
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run(
+        [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
+
+
+def shared_memory_files() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}

@@ -1,0 +1,245 @@
+"""The whole service as its user meets it: real Ray, gRPC, HTTP and processes; a tiny model."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from pd_service.rpc import generation_pb2, generation_pb2_grpc
+from tests.local_cluster import eventually
+from tests.served import CLI, Served, cli, served, shared_memory_files
+
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Served]:
+    with served("--model", str(tiny_model_dir)) as running:
+        yield running
+
+
+def stream(channel: grpc.aio.Channel, max_tokens: int) -> grpc.aio.UnaryStreamCall:
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        sampling=generation_pb2.Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )
+    return generation_pb2_grpc.GenerationStub(channel).Generate(request)
+
+
+def test_it_shows_each_engine_and_ready_to_paste_commands(service: Served) -> None:
+    for word in ("prefill/", "decode/", "cpu", "paged", "blocks", "pd-service generate", "curl http://"):
+        assert word in service.output
+
+
+def test_generate_streams_text_and_ends_with_the_phases(service: Served) -> None:
+    done = cli("generate", "Hello there", "--address", service.grpc_address, "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    for phase in ("queue", "prefill", "transfer", "confirm", "first decode step", "decode", "total", "tokens/s"):
+        assert phase in done.stdout
+
+
+def test_status_shows_pools_and_engines(service: Served) -> None:
+    done = cli("status", "--address", service.grpc_address)
+    assert done.returncode == 0, done.stderr
+    for word in ("prefill", "decode", "ready", "leases", "FullAttention"):
+        assert word in done.stdout
+
+
+def test_what_the_user_can_mend_is_one_line(service: Served, tmp_path: Path) -> None:
+    refused = cli("generate", "x", "--address", service.grpc_address, "--model", "other")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "'other'" in refused.stderr
+    for arguments, said in (
+        (["serve", "--model", str(tmp_path)], "LlamaForCausalLM"),
+        (["serve", "--dtype", "int3"], "dtype"),
+        (["serve", "-f", str(tmp_path / "missing.yaml")], "missing.yaml"),
+        (["serve", "--model", "demo", "--decode", "-1"], "pools.decode.replicas"),
+        (["status", "--address", "127.0.0.1:1"], "UNAVAILABLE"),
+    ):
+        done = cli(*arguments)
+        assert done.returncode == 1, done
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_key_in_the_configuration_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("pools:\n  prefill:\n    replicaz: 2\n")
+    done = cli("serve", "-f", str(path))
+    assert done.returncode == 1
+    assert "pools.prefill.replicaz: unknown field" in done.stderr
+
+
+def test_a_port_in_use_is_named(tiny_model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flag in ("--grpc", "--http"):
+            flags = {"--grpc": "127.0.0.1:0", "--http": "127.0.0.1:0"} | {flag: address}
+            done = cli("serve", "--model", str(tiny_model_dir), *(word for item in flags.items() for word in item))
+            assert done.returncode == 1
+            assert address in done.stderr
+
+
+def test_http_and_grpc_give_the_same_tokens(service: Served) -> None:
+    async def over_grpc() -> list[int]:
+        return await service.tokens(PROMPT, 12, ignore_eos=True)
+
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    whole = httpx.post(f"{service.base_url}/v1/completions", json=body, timeout=60).json()
+    with httpx.stream("POST", f"{service.base_url}/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or []]
+    assert len(streamed) == 12
+    assert whole["choices"][0]["token_ids"] == streamed == asyncio.run(over_grpc())
+    assert whole["choices"][0]["text"] == "".join(c["text"] for chunk in chunks for c in chunk["choices"])
+
+
+def test_health_and_metrics(service: Served) -> None:
+    assert httpx.get(f"{service.base_url}/health").status_code == 200
+    metrics = httpx.get(f"{service.base_url}/metrics").text
+    assert 'pd_requests_total{outcome="finished"}' in metrics
+
+
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_a_client_killed_in_mid_stream_leaves_nothing(service: Served, door: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 470, "stream": True, "ignore_eos": True})
+    command = {
+        "grpc": [*CLI, "generate", "Hello", "--raw", "--address", service.grpc_address, "--max-tokens", "480"],
+        "http": [
+            "curl",
+            "-sN",
+            f"{service.base_url}/v1/completions",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            body,
+        ],
+    }[door]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert client.stdout is not None
+    assert client.stdout.read(1)  # it streams
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    asyncio.run(eventually(service.is_empty, "all blocks are free and no lease is left"))
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_stream_survives_the_kill_of_its_only_engine(service: Served, role: str) -> None:
+    async def scenario() -> None:
+        expected = await service.tokens(PROMPT, 300, ignore_eos=True)
+        before = {pool.role: pool.replaced for pool in (await service.status()).pools}
+        (victim,) = [e for e in (await service.status()).engines if e.member.role == role]
+        async with service.channel() as channel:
+            tokens: list[int] = []
+            finish = None
+            async for response in stream(channel, 300):
+                tokens += response.delta.token_ids
+                if victim.status.pid and len(tokens) > 5:
+                    os.kill(victim.status.pid, signal.SIGKILL)
+                    victim.status.pid = 0
+                if response.HasField("finish"):
+                    finish = response.finish
+        assert tokens == expected
+        assert finish is not None
+        assert finish.retries >= (role == "decode")
+        await eventually(service.is_empty, "the replacement is ready and nothing is held")
+        after = {pool.role: pool.replaced for pool in (await service.status()).pools}
+        assert after == before | {role: before[role] + 1}
+
+    asyncio.run(scenario())
+
+
+def test_two_services_on_one_host(service: Served, tiny_model_dir: Path) -> None:
+    expected = asyncio.run(service.tokens(PROMPT, 8, ignore_eos=True))
+    with served("--model", str(tiny_model_dir)) as other:
+        assert other.grpc_address != service.grpc_address
+        assert asyncio.run(other.tokens(PROMPT, 8, ignore_eos=True)) == expected
+        assert "stopped" in other.stop()
+    assert asyncio.run(service.tokens(PROMPT, 8, ignore_eos=True)) == expected
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_mid_stream_leaves_no_process_and_no_shared_memory(long_model_dir: Path, signum: int) -> None:
+    files = shared_memory_files()
+    with served("--model", str(long_model_dir)) as service:
+        children = service.processes()
+        assert any("EngineActor" in " ".join(child.cmdline()) for child in children)
+        statuses: list[grpc.StatusCode] = []
+        first = threading.Event()
+
+        async def client() -> None:
+            async with service.channel() as channel:
+                call = stream(channel, 16000)
+                try:
+                    async for _ in call:
+                        first.set()
+                except grpc.aio.AioRpcError as error:
+                    statuses.append(error.code())
+
+        streaming = threading.Thread(target=lambda: asyncio.run(client()))
+        streaming.start()
+        assert first.wait(30)
+        rest = service.stop(signum)
+        streaming.join()
+        assert service.process.returncode == 0, rest
+        assert rest.splitlines() == ["stopping", "stopped"]
+        assert statuses == [grpc.StatusCode.UNAVAILABLE]
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+    assert shared_memory_files() <= files
+
+
+def test_a_stop_while_it_starts_leaves_no_process(tiny_model_dir: Path) -> None:
+    process = subprocess.Popen(
+        [*CLI, "serve", "--model", str(tiny_model_dir), "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "starting; prefill" in line:  # the engines are on their way
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert rest.splitlines()[-2:] == ["stopping", "stopped"]
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_an_engine_that_cannot_start_says_why_at_once(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("pools: {decode: {kv_cache_bytes: 1000}}\ngateway: {grpc: '127.0.0.1:0', http: '127.0.0.1:0'}\n")
+    done = cli("serve", "--model", str(tiny_model_dir), "-f", str(path))
+    assert done.returncode == 1
+    assert "decode" in done.stderr
+    assert "KV cache" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_names_what_is_wrong(tiny_model_dir: Path, service: Served) -> None:
+    done = cli("doctor", "--model", str(tiny_model_dir))
+    assert "LlamaForCausalLM" in done.stdout
+    path = tiny_model_dir.parent / "doctor.yaml"
+    path.write_text(f"gateway: {{grpc: '{service.grpc_address}'}}\n")
+    taken = cli("doctor", "--model", "/nowhere", "-f", str(path))
+    assert taken.returncode == 1
+    assert "cannot be bound" in taken.stdout
+    assert "/nowhere" in taken.stdout
