@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import grpc
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from pd_service import views
 from pd_service.channels import channel_options
 from pd_service.config import ServiceConfig, load_config
 from pd_service.errors import ConfigError
@@ -24,7 +24,6 @@ from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2, generation
 if TYPE_CHECKING:
     from pd_service.gateway.gateway import Gateway
     from pd_service.models.config import ModelConfig
-    from pd_service.rpc.engine_pb2 import EngineStatus
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for LLM inference.",
@@ -125,7 +124,7 @@ async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConf
             service = await stack.enter_async_context(context)
             until_stopped = stack.pop_all()
     async with until_stopped:
-        _show_service(service.gateway, await service.status(), config)
+        _show_service(service.gateway, await service.status())
         await asyncio.Event().wait()  # until cancelled
 
 
@@ -147,21 +146,8 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
         yield line.update
 
 
-def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse, config: ServiceConfig) -> None:
-    table = Table(title=f"{status.model}: ready")
-    for column in ("engine", "device", "attention", "data planes", "KV cache"):
-        table.add_column(column, overflow="fold")
-    memory = {"prefill": config.pools.prefill, "decode": config.pools.decode}
-    for engine in status.engines:
-        size = memory[engine.member.role].kv_cache_bytes.human_readable()
-        table.add_row(
-            engine.member.engine_id,
-            f"{engine.status.device} (configured)",
-            engine.status.attention,
-            engine.status.planes,
-            f"{_blocks(engine.status)} blocks of {config.engine.block_size} tokens (kv_cache_bytes: {size})",
-        )
-    console.print(table)
+def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse) -> None:
+    console.print(views.choices_table(status))
     console.print("Try it from another terminal:", style="bold")
     console.print(f'  pd-service generate "Why is the sky blue?" --address {gateway.grpc_address}', soft_wrap=True)
     body = f'{{"model": "{status.model}", "prompt": "The sea is", "max_tokens": 32}}'
@@ -170,10 +156,6 @@ def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse, config: Se
         soft_wrap=True,
     )
     console.print("Ctrl-C stops everything.")
-
-
-def _blocks(status: EngineStatus) -> str:
-    return ", ".join(f"{usage.total}" for usage in status.blocks)
 
 
 # ---- generate
@@ -222,34 +204,11 @@ def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
                 has_text = has_text or bool(response.delta.text)
             else:
                 print()
-                console.print(_phase_table(response.finish))
+                console.print(views.phases_table(response.finish))
     except grpc.RpcError:
         if has_text:
             print()  # the error starts on a line of its own
         raise
-
-
-def _phase_table(finish: generation_pb2.Finish) -> Table:
-    phases = finish.phases
-    table = Table(title=f"{finish.reason}: {finish.prompt_tokens} prompt tokens, {finish.completion_tokens} generated")
-    table.add_column("phase")
-    table.add_column("ms", justify="right")
-    table.add_column("what it was")
-    wire = f"of it {phases.wire_ms:.1f} ms moving {phases.kv_bytes / 1e6:.1f} MB over {phases.plane}"
-    rows = (
-        ("queue", phases.queue_ms, "tokenizing, waiting for the prefill engine"),
-        ("prefill", phases.prefill_ms, "prompt to first token"),
-        ("transfer", phases.transfer_ms, wire if phases.plane else "no hand-over was needed"),
-        ("confirm", phases.confirm_ms, "the holder's yes"),
-        ("first decode step", phases.first_decode_ms, "to the second token"),
-        ("decode", phases.decode_ms, "to the last token"),
-        ("total", phases.total_ms, f"{finish.retries} retries"),
-    )
-    for name, value, meaning in rows:
-        table.add_row(name, f"{value:.1f}", meaning)
-    if phases.total_ms:
-        table.caption = f"{finish.completion_tokens / phases.total_ms * 1e3:.1f} tokens/s"
-    return table
 
 
 # ---- status
@@ -260,38 +219,8 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
     """Show pools and engines."""
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         answer = admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5)
-    pools = Table(title=f"{answer.model}, membership {answer.membership_version}")
-    for column in ("pool", "ready", "asked", "replaced", "last failure"):
-        pools.add_column(column)
-    for pool in answer.pools:
-        pools.add_row(pool.role, str(pool.ready), str(pool.desired), str(pool.replaced), pool.last_failure)
-    console.print(pools)
-    engines = Table()
-    for column in (
-        "engine",
-        "state",
-        "address",
-        "pid",
-        "incarnation",
-        "running",
-        "waiting",
-        "KV used",
-        "leases",
-        "pulls",
-    ):
-        engines.add_column(column)
-    for engine in answer.engines:
-        engines.add_row(*_engine_row(engine))
-    console.print(engines)
-
-
-def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
-    member, status = engine.member, engine.status
-    if engine.problem:
-        return [member.engine_id, f"{member.state} ({engine.problem})", member.address]
-    used = ", ".join(f"{usage.attn_type} {usage.used}/{usage.total}" for usage in status.blocks)
-    counts = (status.load.running, status.load.waiting, used, status.leases, status.pulls)
-    return [member.engine_id, member.state, member.address, str(status.pid), status.incarnation, *map(str, counts)]
+    console.print(views.pools_table(answer))
+    console.print(views.engines_table(answer))
 
 
 # ---- doctor
@@ -306,13 +235,8 @@ def doctor(
     settings = load_config(config, {} if model is None else {"model": model})
     from pd_service.doctor import examine  # imports torch
 
-    table = Table(title="pd-service doctor")
-    for column in ("check", "", "finding"):
-        table.add_column(column, overflow="fold")
     findings = examine(settings)
-    for finding in findings:
-        table.add_row(finding.check, "[green]ok[/green]" if finding.is_ok else "[red]problem[/red]", finding.text)
-    console.print(table)
+    console.print(views.findings_table(findings))
     if not all(finding.is_ok for finding in findings):
         sys.exit(1)
 

@@ -345,9 +345,10 @@ def test_decode_engines_learn_of_their_holders_before_any_request(tiny_model_dir
             reader = cluster.nodes["decode/1"]._reader
 
             async def has_met() -> bool:
-                return bool(reader.describe_peers())
+                return bool(reader.choices())
 
             await eventually(has_met, "the reader has met the holder")
-            assert "over memory (first choice)" in (await cluster.status("decode/1")).planes
+            (choice,) = [c for c in (await cluster.status("decode/1")).choices if c.what.startswith("data plane to")]
+            assert (choice.chosen, choice.reason) == ("memory", "first choice")
 
     asyncio.run(scenario())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEETING_S = 5.0  # for decode engines to connect to prefill engines
 CONTROLLER_STOP_S = 3.0  # of the five seconds a whole stop may take
 
 Progress = Callable[[str], None]
@@ -152,9 +153,23 @@ async def _wait_until_ready(service: Service, progress: Progress) -> None:
         if watching.done():
             raise ConfigError(watching.result())
         await ready
+        await _wait_until_met(service)
     finally:
         ready.cancel()
         watching.cancel()
+
+
+async def _wait_until_met(service: Service) -> None:
+    """Engines meet in milliseconds; one that cannot is no reason not to serve, its status says why."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MEETING_S):
+            while not _have_met(await service.status()):  # noqa: ASYNC110  # engines tell nobody that they met
+                await asyncio.sleep(MEETING_S / 100)
+
+
+def _have_met(status: admin_pb2.StatusResponse) -> bool:
+    num_holders = sum(engine.member.role == "prefill" for engine in status.engines)
+    return all(engine.status.holders >= num_holders for engine in status.engines if engine.member.role == "decode")
 
 
 async def _show_progress(service: Service, progress: Progress) -> str:

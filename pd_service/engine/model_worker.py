@@ -26,6 +26,7 @@ from pd_service.engine.scheduler import SampledToken
 from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig
 from pd_service.models.loader import load_model
+from pd_service.ops import get_ops
 from pd_service.ops.metadata import ForwardMetadata
 from pd_service.request import EngineSampling
 
@@ -69,6 +70,11 @@ class ModelWorker:
         self.cache_info: ModelCacheInfo = self.model.get_cache_info()
         self.block_nums = self._plan_blocks()
         self.storage, self.cache_tensors = self._allocate()
+
+    @property
+    def attention(self) -> str:
+        """The attention implementation, for people to read."""
+        return get_ops(self._config.device).PAGED_ATTENTION
 
     @property
     def max_model_len(self) -> int:

@@ -268,9 +268,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             incarnation=self.incarnation,
             role=self._config.role,
             pid=os.getpid(),
-            device=self._config.device,
-            attention="paged, plain torch (the only one for cpu)",
-            planes=self._describe_planes(),
+            choices=self._choices(),
+            holders=len(self._reader.choices()),
             load=wire.load_to_wire(self._load),
             blocks=[
                 pb.BlockUsage(attn_type=attn_type, used=usable[attn_type] - free[attn_type], total=usable[attn_type])
@@ -284,7 +283,21 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             preemptions=counters.preemptions,
         )
 
-    def _describe_planes(self) -> str:
-        offers = [f"offers {', '.join(self._holder.plane_names)}"] if self._config.role != "decode" else []
-        refused = [f"not {name}: {reason}" for name, reason in self._holder.refused_planes.items()]
-        return "; ".join([*offers, *refused, *self._reader.describe_peers()])
+    def _choices(self) -> list[pb.Choice]:
+        config, worker = self._config, self._engine.worker
+        size = config.kv_cache_bytes.human_readable()
+        blocks = ", ".join(
+            f"{total} of {config.settings.block_size} tokens"
+            for total in self._engine.kv_cache_manager.num_usable_blocks().values()
+        )
+        choices = [
+            pb.Choice(what="device", chosen=config.device, reason="device in the configuration"),
+            pb.Choice(what="dtype", chosen=config.dtype, reason="dtype in the configuration"),
+            pb.Choice(what="attention", chosen=worker.attention, reason=f"the one for {config.device}"),
+            pb.Choice(what="KV blocks", chosen=blocks, reason=f"kv_cache_bytes is {size}"),
+        ]
+        if config.role != "decode":
+            refused = "; ".join(f"{name} not: {why}" for name, why in self._holder.refused_planes.items())
+            offered = ", ".join(self._holder.plane_names)
+            choices.append(pb.Choice(what="data planes offered", chosen=offered, reason=refused or "engine.planes"))
+        return choices + self._reader.choices()

@@ -26,6 +26,7 @@ from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
 from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
+from pd_service.rpc.engine_pb2 import Choice
 from transfer.layout import EngineLayout, compare
 from transfer.plan import plan_read
 from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable, Runs
@@ -239,11 +240,12 @@ class Reader:
         if incarnation != self._incarnation and (address, incarnation) not in self._peers:
             self._start_connecting(address, incarnation)
 
-    def describe_peers(self) -> list[str]:
-        """One line per connected holder: the plane in use and why no better one."""
+    def choices(self) -> list[Choice]:
+        """Per connected holder the data plane in use, and why no better one."""
+        connected = [task.result() for task in self._peers.values() if task.done() and not task.cancelled()]
         return [
-            f"reads {peer.address} over {peer.plane_name} ({peer.plane_reason})"
-            for peer in (task.result() for task in self._peers.values() if task.done())
+            Choice(what=f"data plane to {peer.address}", chosen=peer.plane_name, reason=peer.plane_reason)
+            for peer in connected
         ]
 
     def claim(self, request_id: RequestId, ticket: Ticket) -> None:

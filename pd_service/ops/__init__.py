@@ -21,6 +21,8 @@ DEVICE_MODULES = {"cpu": "pd_service.ops.cpu"}
 class Ops(Protocol):
     """What a device provides. Shapes and rules stand at the functions of `cpu.py`."""
 
+    PAGED_ATTENTION: str
+
     def pack_linear(self, weight: torch.Tensor) -> torch.Tensor: ...
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 from pd_service.ops.metadata import ForwardMetadata
 
+PAGED_ATTENTION = "paged, torch's fused kernel on views of contiguous blocks"  # for people to read
+
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     """`weight` [out, in] in the layout that `linear` reads fastest; a copy, for inference only.

@@ -198,13 +198,12 @@ class EngineStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "pid", "device", "attention", "planes", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions")
+    __slots__ = ("incarnation", "role", "pid", "choices", "holders", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    ATTENTION_FIELD_NUMBER: _ClassVar[int]
-    PLANES_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -216,9 +215,8 @@ class EngineStatus(_message.Message):
     incarnation: str
     role: str
     pid: int
-    device: str
-    attention: str
-    planes: str
+    choices: _containers.RepeatedCompositeFieldContainer[Choice]
+    holders: int
     load: Load
     blocks: _containers.RepeatedCompositeFieldContainer[BlockUsage]
     leases: int
@@ -227,7 +225,7 @@ class EngineStatus(_message.Message):
     computed_tokens: int
     received_tokens: int
     preemptions: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., attention: _Optional[str] = ..., planes: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., holders: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class BlockUsage(_message.Message):
     __slots__ = ("attn_type", "used", "total")
@@ -238,3 +236,13 @@ class BlockUsage(_message.Message):
     used: int
     total: int
     def __init__(self, attn_type: _Optional[str] = ..., used: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class Choice(_message.Message):
+    __slots__ = ("what", "chosen", "reason")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    chosen: str
+    reason: str
+    def __init__(self, what: _Optional[str] = ..., chosen: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

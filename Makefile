@@ -1,0 +1,40 @@
+# Everything lives in .venv and, for the demo model, in the user's cache folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CODE := pd_service kv_cache transfer tests benchmarks
+
+.PHONY: setup serve test lint types proto bench clean
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml
+	@echo "setting up $(VENV): about a minute the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(BIN)/python -m pip install --progress-bar on --editable ".[dev]" | grep -v "already satisfied" || true
+	@$(BIN)/python -c "import pd_service.cli, torch, ray, gguf" || { echo "the installation is incomplete"; exit 1; }
+	@touch $@
+
+serve: setup
+	@exec $(BIN)/pd-service serve
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: setup
+	$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/pd_service/rpc/*.proto
+
+bench: setup
+	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.serve
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
