@@ -25,7 +25,9 @@ from tests.sim_cluster import SimCluster
 from tests.sim_kv import VOCAB, continuation
 from tests.sim_network import SimSettings, now
 
+_MAX_TOKENS = 32  # of prompt and output together; every pool can hold one such request
 _PATIENCE_S = 900.0  # of virtual time, until every client must have come to an end
+_LATE_TIMER_S = 0.2  # a gateway's own timer is this late, so that the engines' deadlines are seen to work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +78,7 @@ async def ask(story: RequestStory, plan: Plan) -> Answer:
     )
     answer = Answer([], "finished", None, job.phases)
     try:
-        async with asyncio.timeout(plan.cancels_after_s), asyncio.timeout_at(job.deadline):
+        async with asyncio.timeout(plan.cancels_after_s), asyncio.timeout_at(_last_moment(job)):
             await _listen(story, job, plan, answer)
     except TimeoutError:
         answer.how = "cancelled"
@@ -84,6 +86,10 @@ async def ask(story: RequestStory, plan: Plan) -> Answer:
         answer.how = type(error).__name__
     _check(answer, plan, accepted_at)
     return answer
+
+
+def _last_moment(job: Job) -> float | None:
+    return None if job.deadline is None else job.deadline + _LATE_TIMER_S
 
 
 async def _listen(story: RequestStory, job: Job, plan: Plan, answer: Answer) -> None:
@@ -121,14 +127,16 @@ def _check(answer: Answer, plan: Plan, accepted_at: float) -> None:
 def draw_settings(rng: random.Random) -> SimSettings:
     max_num_seqs = rng.randint(1, 6)
     step_s = rng.choice([0.005, 0.03, 0.1])
+    block_size = rng.choice([1, 2, 4])
+    least_blocks = -(-_MAX_TOKENS // block_size)
     return SimSettings(
-        num_prefill=rng.randint(1, 3),
-        num_decode=rng.randint(1, 3),
+        num_prefill=rng.choice([1, 2, 3]),
+        num_decode=rng.choice([1, 1, 2, 3]),
         num_gateways=rng.randint(1, 2),
         attn_types=rng.choice([("FullAttention",), ("FullAttention", "SlidingWindow"), ("SlidingWindow",)]),
-        block_size=rng.choice([2, 4]),
-        prefill_blocks=rng.randint(16, 32),
-        decode_blocks=rng.randint(16, 32),
+        block_size=block_size,
+        prefill_blocks=least_blocks + rng.randint(0, 8),
+        decode_blocks=least_blocks + rng.randint(0, 8),
         budget=rng.randint(max_num_seqs, 16),
         max_num_seqs=max_num_seqs,
         max_waiting=rng.choice([0, 2, 8]),
@@ -140,18 +148,19 @@ def draw_settings(rng: random.Random) -> SimSettings:
     )
 
 
-def draw_plan(rng: random.Random, attn_types: tuple[str, ...]) -> Plan:
-    max_new_tokens = rng.choice([1, 2, 3, rng.randint(4, 12)])
-    way_out = rng.random()
+def draw_plan(rng: random.Random, attn_types: tuple[str, ...], impatience: float) -> Plan:
+    """`impatience` is the share of clients that do not wait for their answer to be complete."""
+    max_new_tokens = rng.choice([1, 2, 3, 12, rng.randint(4, 12)])
+    way_out = rng.choice(["cancel", "leave", "deadline"]) if rng.random() < impatience else ""
     return Plan(
-        prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))),
+        prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, _MAX_TOKENS - 12))),
         max_new_tokens=max_new_tokens,
         attn_types=attn_types,
-        stop_at=rng.choice([None, None, 0, rng.randrange(max_new_tokens)]),
-        starts_s=rng.uniform(0.0, 2.0),
-        cancels_after_s=rng.uniform(0.0, 2.0) if way_out < 0.2 else None,
-        leaves_after_tokens=rng.randint(1, max_new_tokens) if 0.2 <= way_out < 0.3 else None,
-        deadline_s=rng.uniform(0.0, 4.0) if 0.3 <= way_out < 0.45 else None,
+        stop_at=rng.choice([None, None, None, None, 0, rng.randrange(max_new_tokens)]),
+        starts_s=rng.choice([0.1, rng.uniform(0.0, 2.0)]),
+        cancels_after_s=rng.uniform(0.0, 2.0) if way_out == "cancel" else None,
+        leaves_after_tokens=rng.randint(1, max_new_tokens) if way_out == "leave" else None,
+        deadline_s=rng.uniform(0.0, 2.0) if way_out == "deadline" else None,
     )
 
 
@@ -181,11 +190,11 @@ async def disturb(cluster: SimCluster, rng: random.Random, counts: Counter[str])
                 rng.choice([target.up, target.down]).stall(rng.uniform(0.0, 3.0) * cluster.settings.lease_s)
 
 
-async def course(seed: int, changes: dict[str, Any]) -> Counter[str]:
+async def course(seed: int, impatience: float, changes: dict[str, Any]) -> Counter[str]:
     """One whole run. Returns what happened how often; raises AssertionError when a law is broken."""
     rng = random.Random(seed)
     settings = replace(draw_settings(rng), **changes)
-    plans = [draw_plan(rng, settings.attn_types) for _ in range(rng.randint(4, 14))]
+    plans = [draw_plan(rng, settings.attn_types, impatience) for _ in range(rng.randint(4, 20))]
     counts: Counter[str] = Counter()
     async with SimCluster(settings, seed) as cluster:
         async with asyncio.timeout(_PATIENCE_S), asyncio.TaskGroup() as group:
@@ -201,13 +210,20 @@ async def course(seed: int, changes: dict[str, Any]) -> Counter[str]:
     return counts
 
 
-def run_seed(seed: int, **changes: Any) -> Counter[str]:
+def run_seed(seed: int, impatience: float = 0.4, **changes: Any) -> Counter[str]:
     """`changes` override the drawn settings. A broken law names the command that shows it again."""
     try:
-        return simloop.run(course(seed, changes), seed)
+        return simloop.run(course(seed, impatience, changes), seed)
     except BaseException as error:
-        error.add_note(f"repeat it with: python -m tests.sim_chaos {seed}" + (f"   ({changes})" if changes else ""))
+        error.add_note(f"repeat it with: {_command(seed, impatience, changes)}")
         raise
+
+
+def _command(seed: int, impatience: float, changes: dict[str, Any]) -> str:
+    if not changes:
+        return f"python -m tests.sim_chaos {seed}"
+    call = f"run_seed({seed}, {impatience}, **{changes!r})"
+    return f'python -c "from tests.sim_chaos import run_seed; {call}"'
 
 
 def main() -> None:

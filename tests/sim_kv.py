@@ -1,8 +1,8 @@
 """A KV cache whose content can be told right from wrong, and a model that looks at all of it.
 
-Each slot holds a marker: a hash of the token there, its position and the markers in sight before it, as real KV depends
-on everything before. The next token is a hash of all markers that the request's block tables show. So one wrong, stale
-or freed block within sight changes the output. Freed blocks are poisoned. Hashes of integers are equal in every process.
+Each slot holds a marker: a hash of the token there, its position and the marker before it, as real KV depends on
+everything before. The next token is a hash of all markers that the request's block tables show, so one wrong, stale or
+freed block within sight changes the output. Freed blocks are poisoned. Hashes of integers are equal in every process.
 """
 
 from __future__ import annotations

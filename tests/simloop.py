@@ -28,6 +28,8 @@ class LeftBehind(Exception):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
+    """Only what tasks, futures, timeouts and queues need; sockets, threads and signals have no place here."""
+
     def __init__(self, seed: int) -> None:
         self._now = 0.0
         self._random = random.Random(seed)
@@ -121,7 +123,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._ready.append(heapq.heappop(self._timers)[2])
 
     def _dropped(self, generator: AsyncGenerator[Any, Any]) -> None:
-        self._problems.append(f"{generator.__qualname__} was dropped before it was closed")
+        self._problems.append(f"{generator!r} was dropped before it was closed")
 
     def _end_all_tasks(self) -> None:
         self._timers.clear()
@@ -133,4 +135,4 @@ class SimLoop(asyncio.AbstractEventLoop):
 
 def run(main: Coroutine[Any, Any, T], seed: int = 0) -> T:
     """The result of `main` on a loop of its own. Raises what it raises, WaitsForEver, and LeftBehind."""
-    return SimLoop(seed).run_until_complete(main)
+    return SimLoop(seed).run_until_complete(main)  # type: ignore[abstract]
