@@ -26,7 +26,8 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from rich.console import Console
@@ -47,6 +48,8 @@ START_TIMEOUT_S = 600.0  # the first start fetches the demo model
 STOP_TIMEOUT_S = 20.0
 SERVE = ("-m", "pd_service.cli", "serve", "--prefill", "1", "--decode", "1", "--grpc", "127.0.0.1:0", "--http",
          "127.0.0.1:0")  # fmt: skip
+
+Figures = dict[str, Any]  # of one load, in JSON types
 
 progress = Console(stderr=True, highlight=False)
 
@@ -78,18 +81,9 @@ class Answer:
         return [later - earlier for earlier, later in itertools.pairwise(self.arrivals_s)]
 
 
-@dataclass(slots=True)
-class Prompts:
-    """Random prompts from one seed: no two are alike, so no cache can answer for a computation."""
-
-    seed: int
-    _random: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-
-    def draw(self, num_tokens: int) -> list[int]:
-        return [self._random.randrange(*TOKEN_RANGE) for _ in range(num_tokens)]
+def draw_prompt(source: random.Random, num_tokens: int) -> list[int]:
+    """Token ids of a prompt like no other, so that no cache can answer for a computation."""
+    return [source.randrange(*TOKEN_RANGE) for _ in range(num_tokens)]
 
 
 # ---- statistics
@@ -110,8 +104,8 @@ def middle_and_tail(values: Sequence[float]) -> dict[str, float]:
     return {"p50": round(statistics.median(values), 3), "p99": round(percentile(values, 99), 3)}
 
 
-def figures(answers: Sequence[Answer], wall_s: float) -> dict[str, object]:
-    """All figures of one load; `*_ms` are medians and 99th percentiles over its requests (over gaps for `itl_ms`)."""
+def figures(answers: Sequence[Answer], wall_s: float) -> Figures:
+    """All that is known of one load; `*_ms` are medians and 99th percentiles over its requests (over gaps for `itl_ms`)."""
     phases = [answer.finish.phases for answer in answers]
     num_output = sum(answer.finish.completion_tokens for answer in answers)
     return {
@@ -153,9 +147,9 @@ async def ask(stub: generation_pb2_grpc.GenerationStub, prompt: Sequence[int], o
     raise RuntimeError("a stream ended without a finish")
 
 
-async def closed_loop(stub: generation_pb2_grpc.GenerationStub, load: Load, prompts: Prompts) -> list[Answer]:
+async def closed_loop(stub: generation_pb2_grpc.GenerationStub, load: Load, source: random.Random) -> list[Answer]:
     """All answers of the load. Raises the first failure of any of them."""
-    waiting = iter([prompts.draw(load.prompt_tokens) for _ in range(load.num_requests)])
+    waiting = iter([draw_prompt(source, load.prompt_tokens) for _ in range(load.num_requests)])
     answers: list[Answer] = []
 
     async def client() -> None:
@@ -171,20 +165,20 @@ async def closed_loop(stub: generation_pb2_grpc.GenerationStub, load: Load, prom
     return answers
 
 
-async def measure(stub: generation_pb2_grpc.GenerationStub, load: Load, prompts: Prompts) -> dict[str, object]:
+async def measure(stub: generation_pb2_grpc.GenerationStub, load: Load, source: random.Random) -> Figures:
     """One round of short answers that does not count, then the load."""
     warm_up = Load(streams=load.streams, num_requests=load.streams + 1, prompt_tokens=load.prompt_tokens,
                    output_tokens=WARM_UP_TOKENS)  # fmt: skip
-    await closed_loop(stub, warm_up, prompts)
+    await closed_loop(stub, warm_up, source)
     progress.print(f"{load.name}: {load.num_requests} requests")
     start = time.perf_counter()
-    answers = await closed_loop(stub, load, prompts)
+    answers = await closed_loop(stub, load, source)
     shape = {"streams": load.streams, "requests": load.num_requests, "prompt_tokens": load.prompt_tokens,
              "output_tokens": load.output_tokens}  # fmt: skip
     return shape | figures(answers, time.perf_counter() - start)
 
 
-async def run(address: str | None, loads: Sequence[Load], prompts: Prompts) -> list[dict[str, object]]:
+async def run(address: str | None, loads: Sequence[Load], source: random.Random) -> list[Figures]:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -193,7 +187,7 @@ async def run(address: str | None, loads: Sequence[Load], prompts: Prompts) -> l
         grpc.aio.insecure_channel(served_at, options=channel_options()) as channel,
     ):
         stub = generation_pb2_grpc.GenerationStub(channel)
-        return [await measure(stub, load, prompts) for load in loads]
+        return [await measure(stub, load, source) for load in loads]
 
 
 # ---- the service
@@ -242,10 +236,8 @@ async def _stop(process: Process) -> None:
 # ---- report
 
 
-def bar(load: Load, measured: dict[str, object]) -> Bar:
+def bar(load: Load, measured: Figures) -> Bar:
     without_wire, wire = measured["hand_over_without_wire_ms"], measured["wire_ms"]
-    assert isinstance(without_wire, dict)
-    assert isinstance(wire, dict)
     return Bar(
         name=f"hand-over without wire p50, {load.name}",
         value=without_wire["p50"],
@@ -269,7 +261,7 @@ ROWS = {
 }
 
 
-def table(loads: Sequence[Load], measured: Sequence[dict[str, object]]) -> Table:
+def table(loads: Sequence[Load], measured: Sequence[Figures]) -> Table:
     made = Table(title="p50 / p99 in ms")
     made.add_column("")
     for load in loads:
@@ -280,8 +272,7 @@ def table(loads: Sequence[Load], measured: Sequence[dict[str, object]]) -> Table
     return made
 
 
-def _cell(value: object) -> str:
-    assert isinstance(value, dict)
+def _cell(value: dict[str, float]) -> str:
     return f"{value['p50']:.1f} / {value['p99']:.1f}"
 
 
@@ -303,9 +294,9 @@ def main() -> int:
     parser.add_argument("--address", help="host:port of a running service's gRPC door (default: start one)")
     options = parser.parse_args()
     loads = loads_of(options.streams)
-    prompts = Prompts(secrets.randbits(32))
+    seed = secrets.randbits(32)
     try:
-        measured = asyncio.run(run(options.address, loads, prompts))
+        measured = asyncio.run(run(options.address, loads, random.Random(seed)))
     except grpc.aio.AioRpcError as error:
         raise SystemExit(f"error: {error.code().name}: {error.details()}") from error
     except (RuntimeError, TimeoutError) as error:
@@ -314,7 +305,7 @@ def main() -> int:
         return 130
     Console(stderr=options.json).print(table(loads, measured))
     bars = [bar(load, values) for load, values in zip(loads, measured, strict=True)]
-    details = {"cpus": os.cpu_count(), "kernel": platform.release(), "seed": prompts.seed, "loads": measured}
+    details = {"cpus": os.cpu_count(), "kernel": platform.release(), "seed": seed, "loads": measured}
     return publish("A service under load", bars, as_json=options.json, details=details)
 
 
