@@ -26,7 +26,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import grpc
@@ -38,16 +38,13 @@ from pd_service.channels import channel_options
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 
 AIM_MS = 10.0  # hand-over without wire
-PROMPT_TOKENS = 128
-LONG_PROMPT_TOKENS = 512
-OUTPUT_TOKENS = 64
+PROMPT_TOKENS, LONG_PROMPT_TOKENS, OUTPUT_TOKENS = 128, 512, 64
 WARM_UP_TOKENS = 4
 TOKEN_RANGE = (1000, 40_000)  # ordinary tokens of the vocabularies of today
 DEADLINE_S = 300.0  # of one request
 START_TIMEOUT_S = 600.0  # the first start fetches the demo model
 STOP_TIMEOUT_S = 20.0
-SERVE = ("-m", "pd_service.cli", "serve", "--prefill", "1", "--decode", "1", "--grpc", "127.0.0.1:0", "--http",
-         "127.0.0.1:0")  # fmt: skip
+SERVE = "-m pd_service.cli serve --prefill 1 --decode 1 --grpc 127.0.0.1:0 --http 127.0.0.1:0".split()
 
 Figures = dict[str, Any]  # of one load, in JSON types
 
@@ -105,7 +102,7 @@ def middle_and_tail(values: Sequence[float]) -> dict[str, float]:
 
 
 def figures(answers: Sequence[Answer], wall_s: float) -> Figures:
-    """All that is known of one load; `*_ms` are medians and 99th percentiles over its requests (over gaps for `itl_ms`)."""
+    """All that is known of one load; `*_ms` are p50 and p99 over its requests, over all gaps for `itl_ms`."""
     phases = [answer.finish.phases for answer in answers]
     num_output = sum(answer.finish.completion_tokens for answer in answers)
     return {
@@ -167,15 +164,12 @@ async def closed_loop(stub: generation_pb2_grpc.GenerationStub, load: Load, sour
 
 async def measure(stub: generation_pb2_grpc.GenerationStub, load: Load, source: random.Random) -> Figures:
     """One round of short answers that does not count, then the load."""
-    warm_up = Load(streams=load.streams, num_requests=load.streams + 1, prompt_tokens=load.prompt_tokens,
-                   output_tokens=WARM_UP_TOKENS)  # fmt: skip
+    warm_up = replace(load, num_requests=load.streams + 1, output_tokens=WARM_UP_TOKENS)
     await closed_loop(stub, warm_up, source)
     progress.print(f"{load.name}: {load.num_requests} requests")
     start = time.perf_counter()
     answers = await closed_loop(stub, load, source)
-    shape = {"streams": load.streams, "requests": load.num_requests, "prompt_tokens": load.prompt_tokens,
-             "output_tokens": load.output_tokens}  # fmt: skip
-    return shape | figures(answers, time.perf_counter() - start)
+    return asdict(load) | figures(answers, time.perf_counter() - start)
 
 
 async def run(address: str | None, loads: Sequence[Load], source: random.Random) -> list[Figures]:
