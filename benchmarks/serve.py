@@ -44,7 +44,8 @@ TOKEN_RANGE = (1000, 40_000)  # ordinary tokens of the vocabularies of today
 DEADLINE_S = 300.0  # of one request
 START_TIMEOUT_S = 600.0  # the first start fetches the demo model
 STOP_TIMEOUT_S = 20.0
-SERVE = "-m pd_service.cli serve --prefill 1 --decode 1 --grpc 127.0.0.1:0 --http 127.0.0.1:0".split()
+SERVE = ("-m", "pd_service.cli", "serve")
+ONE_EACH = ("--prefill", "1", "--decode", "1", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
 
 Figures = dict[str, Any]  # of one load, in JSON types
 
@@ -194,7 +195,9 @@ async def _service(address: str | None) -> AsyncIterator[str]:
         yield address
         return
     # A session of its own: Ctrl-C reaches it through the clean-up here, once, and not from the terminal as well.
-    process = await asyncio.create_subprocess_exec(sys.executable, *SERVE, stdout=PIPE, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *SERVE, *ONE_EACH, stdout=PIPE, start_new_session=True
+    )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             found = await _printed_address(process)
