@@ -80,8 +80,15 @@ class SimEngine:
         """A task that dies with this engine."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.incarnation} {work.__qualname__}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        """Errors of the service have somebody who handles them; any other is a bug and ends the simulation."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PdError):
+            raise error
 
     async def die(self) -> None:
         """Everything of this engine is gone; whoever talked to it notices by itself."""
@@ -93,9 +100,7 @@ class SimEngine:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Exception) and not isinstance(result, PdError):
-                raise result
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def check_idle(self) -> None:
         """Nothing of any request is left and every block is free."""

@@ -89,8 +89,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         task = self.create_task(main)
         try:
-            while not task.done():
+            while not task.done() and not self._problems:
                 self._turn()
+            if not task.done():
+                raise LeftBehind("; ".join(self._problems))
             result = task.result()
             if left := [t.get_name() for t in asyncio.all_tasks(self)]:
                 self._problems.append(f"tasks outlive the main one: {sorted(left)}")
