@@ -348,7 +348,7 @@ def test_decode_engines_learn_of_their_holders_before_any_request(tiny_model_dir
                 return bool(reader.choices())
 
             await eventually(has_met, "the reader has met the holder")
-            (choice,) = [c for c in (await cluster.status("decode/1")).choices if c.what.startswith("data plane to")]
-            assert (choice.chosen, choice.reason) == ("memory", "first choice")
+            (choice,) = [c for c in (await cluster.status("decode/1")).choices if c.what == "data plane"]
+            assert (choice.chosen, choice.reason) == (f"memory from {cluster.nodes['prefill/0'].address}", "first choice")
 
     asyncio.run(scenario())

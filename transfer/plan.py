@@ -38,7 +38,7 @@ class _Pieces:
     length: Int64Array
 
 
-_CutKey = tuple[str, int, int, int, int, int, int, int]
+_CutKey = tuple[str, int, int, int, int, int, int, int, int, int]
 
 
 def plan_read(
@@ -67,11 +67,11 @@ def plan_read(
         src_index = source_index[b.key]
         a = source.buffers[src_index]
         key = (b.attn_type, a.block_size, b.block_size, a.first_head, a.num_heads, b.first_head, b.num_heads,
-               b.bytes_per_head)  # fmt: skip
+               b.bytes_per_head, a.num_bytes, b.num_bytes)  # fmt: skip
         if key not in cuts:
             cuts[key] = _cut(a, b, source_tables, dest_tables, first_token, num_tokens)
-        _check_size(a, cuts[key].src, cuts[key].length, "source")
-        _check_size(b, cuts[key].dst, cuts[key].length, "destination")
+            _check_size(a, cuts[key].src, cuts[key].length, "source")
+            _check_size(b, cuts[key].dst, cuts[key].length, "destination")
         pairs.append((src_index, dst_index, cuts[key]))
     return _spread(pairs)
 

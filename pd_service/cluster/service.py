@@ -26,6 +26,7 @@ from pd_service.channels import channel_options
 from pd_service.cluster.controller import Controller
 from pd_service.config import ServiceConfig
 from pd_service.errors import ConfigError
+from pd_service.gateway.doors import Doors
 from pd_service.models.config import ModelConfig
 from pd_service.rpc import admin_pb2, admin_pb2_grpc
 
@@ -58,41 +59,39 @@ async def running_service(
     config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
 ) -> AsyncIterator[Service]:
     """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
+    doors = Doors(config.gateway)
     progress("starting Ray")
     starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
     try:
-        async with _bound_gateway(config, model_dir, model_config) as gateway:
-            host = await asyncio.shield(starting)
-            _take_signals_back()
-            async with _controller(config, model_dir, gateway.model_name, host) as admin_address:
-                await gateway.start(admin_address)
+        gateway = _make_gateway(config, doors, model_dir, model_config)
+        host = await asyncio.shield(starting)
+        _take_signals_back()
+        async with _controller(config, model_dir, gateway.model_name, host) as admin_address:
+            await gateway.start(admin_address)
+            try:
                 service = Service(gateway=gateway, admin_address=admin_address)
                 await _wait_until_ready(service, progress)
                 yield service
-                await gateway.stop()  # while its engines still answer
+            finally:
+                await gateway.stop()
     finally:
+        await doors.close()
         with suppress(ConfigError):
             await starting  # a start that was interrupted has to end before it can be undone
         await asyncio.to_thread(ray.shutdown)
 
 
-@asynccontextmanager
-async def _bound_gateway(config: ServiceConfig, model_dir: Path, model_config: ModelConfig) -> AsyncIterator[Gateway]:
-    """Its ports are taken first: what cannot be had there is said before anything is started."""
+def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_config: ModelConfig) -> Gateway:
     from pd_service.gateway.gateway import Gateway  # takes seconds, while Ray starts
 
-    gateway = Gateway(
+    return Gateway(
         config.gateway,
+        doors,
         model_dir=model_dir,
         model_config=model_config,
         model_name=config.served_model_name or model_dir.name,
         max_model_len=config.engine.max_model_len or model_config.max_model_len,
     )
-    gateway.bind()
-    try:
-        yield gateway
-    finally:
-        await gateway.stop()
 
 
 @asynccontextmanager

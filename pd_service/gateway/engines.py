@@ -139,7 +139,8 @@ class EngineClient:
 
     def _deliver(self, events: pb.StepEvents) -> None:
         self.load = wire.load_from_wire(events.load)
-        for message in events.events:
+        # Whoever waits for a first token goes first: the others of this step have waited for one step only.
+        for message in sorted(events.events, key=lambda event: not event.HasField("times")):
             request_id = RequestId(message.request_id)
             self._unanswered.pop(request_id, None)
             inbox = self._requests.get(request_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
@@ -12,9 +11,10 @@ from typing import cast
 import grpc
 import uvicorn
 
-from pd_service.channels import Context, channel_options, server_options
+from pd_service.channels import Context, channel_options
 from pd_service.config import GatewaySettings, Role
-from pd_service.errors import ConfigError, InvalidRequest
+from pd_service.errors import InvalidRequest
+from pd_service.gateway.doors import Doors
 from pd_service.gateway.engines import Directory, EngineMember
 from pd_service.gateway.generation import Generation
 from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_standard_services
@@ -37,13 +37,15 @@ class Gateway:
     def __init__(
         self,
         settings: GatewaySettings,
+        doors: Doors,
         *,
         model_dir: Path,
         model_config: ModelConfig,
         model_name: str,
         max_model_len: int,
     ) -> None:
-        self._settings = settings
+        self._doors = doors
+        self.grpc_address, self.http_address = doors.grpc_address, doors.http_address
         self.model_name = model_name
         self._tokenizer = Tokenizer(model_dir)
         self.metrics = GatewayMetrics()
@@ -58,8 +60,6 @@ class Gateway:
         )
         story = RequestStory(self.directory, settings, self.metrics)
         self.generation = Generation(intake=intake, story=story, metrics=self.metrics)
-        self._following: asyncio.Task[None] | None = None
-        self._serving: asyncio.Task[None] | None = None
         self._is_stopped = False
 
     def unready_reason(self) -> str | None:
@@ -68,19 +68,6 @@ class Gateway:
         missing = [role for role in roles if not self.directory.ready(role)]
         return f"no engine is connected for: {', '.join(missing)}" if missing else None
 
-    def bind(self) -> None:
-        """Takes both ports; raises ConfigError when one cannot be had. Needs the event loop it will serve in."""
-        self._http_socket = _bind(self._settings.http)
-        self.http_address = "{}:{}".format(*self._http_socket.getsockname()[:2])
-        self._grpc_server = grpc.aio.server(options=server_options())
-        host, _, _ = self._settings.grpc.rpartition(":")
-        try:
-            port = self._grpc_server.add_insecure_port(self._settings.grpc)
-        except RuntimeError as error:
-            self._http_socket.close()
-            raise ConfigError(f"gateway.grpc: cannot bind {self._settings.grpc}; is the port in use?") from error
-        self.grpc_address = f"{host}:{port}"
-
     async def start(self, admin_address: str) -> None:
         """Opens both doors, which refuse until engines are there, and follows the controller's membership."""
         with suppress(
@@ -88,14 +75,16 @@ class Gateway:
         ):  # the first chat compiles the template; a model without one has nothing to compile
             await self._tokenizer.encode_chat([ChatMessage(role="user", content="warm-up")])
         self._admin = grpc.aio.insecure_channel(admin_address, options=channel_options())
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self.generation), self._grpc_server)
-        admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), self._grpc_server)
-        self._health = await add_standard_services(self._grpc_server, [SERVICE_NAME, ADMIN_SERVICE_NAME])
-        await self._grpc_server.start()
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationServicer(self.generation), self._doors.grpc_server
+        )
+        admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), self._doors.grpc_server)
+        self._health = await add_standard_services(self._doors.grpc_server, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+        await self._doors.grpc_server.start()
         app = make_app(self.generation, self.unready_reason)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
         self._http_server = _Uvicorn(config)
-        self._serving = asyncio.create_task(self._http_server.serve(sockets=[self._http_socket]))
+        self._serving = asyncio.create_task(self._http_server.serve(sockets=[self._doors.http_socket]))
         self._following = asyncio.create_task(self._follow(admin_address))
 
     async def _follow(self, admin_address: str) -> None:
@@ -116,20 +105,16 @@ class Gateway:
         await self._health.report(is_serving=True)
 
     async def stop(self) -> None:
-        """Ends open streams with UNAVAILABLE after a short grace, then both doors. May be called twice, and early."""
+        """Ends open streams with UNAVAILABLE after a short grace, then both doors. May be called twice."""
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self._following is None or self._serving is None:  # it never opened
-            self._http_socket.close()
-            await self._grpc_server.stop(None)
-        else:
-            await self._health.report(is_serving=False)
-            self._http_server.should_exit = True
-            await self._grpc_server.stop(STOP_GRACE_S)
-            self._following.cancel()
-            await asyncio.gather(self._serving, self._following, return_exceptions=True)
-            await self._admin.close(None)
+        await self._health.report(is_serving=False)
+        self._http_server.should_exit = True
+        await self._doors.grpc_server.stop(STOP_GRACE_S)
+        self._following.cancel()
+        await asyncio.gather(self._serving, self._following, return_exceptions=True)
+        await self._admin.close(None)
         await self.directory.close()
         self._tokenizer.close()
 
@@ -161,20 +146,6 @@ class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
-
-
-def _bind(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"gateway.http: {address!r} is not host:port")
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, int(port)))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"gateway.http: cannot bind {address}: {error.strerror}") from error
-    return bound
 
 
 def _ready_members(membership: admin_pb2.Membership) -> list[EngineMember]:

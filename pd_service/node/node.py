@@ -287,17 +287,17 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         config, worker = self._config, self._engine.worker
         size = config.kv_cache_bytes.human_readable()
         blocks = ", ".join(
-            f"{total} of {config.settings.block_size} tokens"
+            f"{total} x {config.settings.block_size} tokens"
             for total in self._engine.kv_cache_manager.num_usable_blocks().values()
         )
         choices = [
-            pb.Choice(what="device", chosen=config.device, reason="device in the configuration"),
-            pb.Choice(what="dtype", chosen=config.dtype, reason="dtype in the configuration"),
-            pb.Choice(what="attention", chosen=worker.attention, reason=f"the one for {config.device}"),
-            pb.Choice(what="KV blocks", chosen=blocks, reason=f"kv_cache_bytes is {size}"),
+            pb.Choice(what="device", chosen=config.device, reason="configured"),
+            pb.Choice(what="dtype", chosen=config.dtype, reason="configured"),
+            pb.Choice(what="attention", chosen=worker.attention, reason=f"the one there is for {config.device}"),
+            pb.Choice(what="KV blocks", chosen=blocks, reason=f"kv_cache_bytes {size}"),
         ]
         if config.role != "decode":
             refused = "; ".join(f"{name} not: {why}" for name, why in self._holder.refused_planes.items())
             offered = ", ".join(self._holder.plane_names)
-            choices.append(pb.Choice(what="data planes offered", chosen=offered, reason=refused or "engine.planes"))
+            choices.append(pb.Choice(what="offers", chosen=offered, reason=refused or "all configured planes"))
         return choices + self._reader.choices()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from time import monotonic
@@ -29,7 +29,7 @@ from pd_service.rpc import kv_transfer_pb2_grpc
 from pd_service.rpc.engine_pb2 import Choice
 from transfer.layout import EngineLayout, compare
 from transfer.plan import plan_read
-from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable, Runs
+from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ class Reader:
         """Per connected holder the data plane in use, and why no better one."""
         connected = [task.result() for task in self._peers.values() if task.done() and not task.cancelled()]
         return [
-            Choice(what=f"data plane to {peer.address}", chosen=peer.plane_name, reason=peer.plane_reason)
+            Choice(what="data plane", chosen=f"{peer.plane_name} from {peer.address}", reason=peer.plane_reason)
             for peer in connected
         ]
 
@@ -285,14 +285,10 @@ class Reader:
         peer, opened = await asyncio.shield(claim.opening)
         if opened.token_digest != order.ticket.token_digest or opened.num_tokens != order.ticket.num_tokens:
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
-        assert peer.layout is not None
-        assert peer.plane is not None
-        source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
-        runs = plan_read(peer.layout, self._layout, source_tables, order.tables, 0, opened.num_tokens)
         reading = asyncio.get_running_loop().run_in_executor(
-            self._threads, _timed_read, peer.plane, claim.ticket.lease_id, runs, self._pull_timeout_s
+            self._threads, self._read, peer, claim.ticket.lease_id, opened, order.tables
         )
-        wire_s = await reading
+        num_bytes, wire_s = await reading
         received_at = monotonic()
         if not await peer.confirm(claim.ticket.lease_id):
             raise TransferFailed("the holder says that the lease ended before the pull did")
@@ -301,9 +297,21 @@ class Reader:
             received_ms=(received_at - claim.opened_at) * 1e3,
             wire_ms=wire_s * 1e3,
             confirm_ms=(monotonic() - received_at) * 1e3,
-            kv_bytes=runs.num_bytes,
+            kv_bytes=num_bytes,
             plane=peer.plane_name,
         )
+
+    def _read(
+        self, peer: _Peer, lease_id: str, opened: pb.TicketOpened, tables: Mapping[str, Sequence[int]]
+    ) -> tuple[int, float]:
+        """In a thread: plans and reads. Returns the bytes and the seconds in which they moved."""
+        assert peer.layout is not None
+        assert peer.plane is not None
+        source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
+        runs = plan_read(peer.layout, self._layout, source_tables, tables, 0, opened.num_tokens)
+        started_at = monotonic()
+        peer.plane.read(lease_id, runs, self._pull_timeout_s)
+        return runs.num_bytes, monotonic() - started_at
 
     async def _open(self, ticket: Ticket) -> tuple[_Peer, pb.TicketOpened]:
         peer = await self._peer(ticket.address, ticket.incarnation)
@@ -349,10 +357,3 @@ class Reader:
                 await (await connecting).close()
         await asyncio.gather(*self._pulls, *self._closing, return_exceptions=True)
         self._threads.shutdown()
-
-
-def _timed_read(plane: PlaneReader, lease_id: str, runs: Runs, timeout_s: float) -> float:
-    """Seconds in which the bytes moved."""
-    started_at = monotonic()
-    plane.read(lease_id, runs, timeout_s)
-    return monotonic() - started_at

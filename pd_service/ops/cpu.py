@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from pd_service.ops.metadata import ForwardMetadata
 
-PAGED_ATTENTION = "paged, torch's fused kernel on views of contiguous blocks"  # for people to read
+PAGED_ATTENTION = "paged, torch SDPA"  # for people to read
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class MemoryPlane:
 
     def connect(self, endpoint: Mapping[str, object], token: bytes, buffers: Buffers) -> MemoryReader:
         if endpoint_field(endpoint, "process", str) != _process():
-            raise PlaneUnavailable("the holder is another process; plane 'memory' joins engines of one process")
+            raise PlaneUnavailable("the holder is another process")
         with _servers_lock:
             server = _servers.get(endpoint_field(endpoint, "server", str))
         if server is None:
