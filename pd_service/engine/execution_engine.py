@@ -114,6 +114,8 @@ class ExecutionEngine:
         return self.scheduler.take_output()
 
     def close(self) -> None:
+        """Gives the cache memory back at once, whoever still knows the engine."""
+        self.kv_cache_manager.cache_tensors = ()
         self.worker.close()
 
 

@@ -94,9 +94,8 @@ class RequestStory:
             return
         if progress.num_missing > 1:
             await self._wait_for("decode")  # a ticket that nobody can use yet would only lose its lease
-        prefill = rank_prefill(await self._wait_for("prefill"))[0]
-        first = await self._prefill(prefill, progress)
-        with _given_back(prefill, first.ticket):
+        engine, first = await self._prefill(progress)
+        with _given_back(engine, first.ticket):
             if first.token_ids:
                 yield self._hand_out(first, progress)
             if first.ticket is None:
@@ -106,7 +105,18 @@ class RequestStory:
                 async for event in events:
                     yield event
 
-    async def _prefill(self, engine: Engine, progress: _Progress) -> TokenEvent:
+    async def _prefill(self, progress: _Progress) -> tuple[Engine, TokenEvent]:
+        """The first prefill engine that has room, and what it says; a full one costs one refused call."""
+        refusal: Overloaded | None = None
+        for engine in rank_prefill(await self._wait_for("prefill")):
+            try:
+                return engine, await self._prefill_on(engine, progress)
+            except Overloaded as error:
+                refusal = error
+        assert refusal is not None
+        raise refusal
+
+    async def _prefill_on(self, engine: Engine, progress: _Progress) -> TokenEvent:
         """The first token, and the ticket for the KV before it unless the request has ended with that token."""
         request = self._request(progress, prefill_only=True)
         async with aclosing(engine.run(request, progress.job.deadline)) as events:

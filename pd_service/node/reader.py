@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from time import monotonic
+from typing import Any, TypeVar
 
 import grpc
 import msgpack
@@ -32,6 +33,8 @@ from transfer.plan import plan_read
 from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -176,35 +179,42 @@ class _Peer:
 
 
 class Claim:
-    """A ticket in use by one request: opened at once, renewed until the pull has ended."""
+    """A ticket in use by one request: opened at once, renewed until the claim ends, dropped if it was not used."""
 
     def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
         self.ticket = ticket
         self.opening = opening
         self.opened_at = monotonic()
         self._renewal: asyncio.TimerHandle | None = None
-        opening.add_done_callback(self._keep)
+        self._has_ended = False
+        self._is_dropped = False
+        opening.add_done_callback(self._opened)
 
-    def _keep(self, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            self._schedule(*opening.result())
+    def end(self, *, dropped: bool) -> None:
+        """No renewal follows. `dropped`: the holder is told that this reader will not use the ticket."""
+        self._has_ended, self._is_dropped = True, dropped
+        if self._renewal is not None:
+            self._renewal.cancel()
+        if self.opening.done():
+            self._opened(self.opening)
 
-    def _schedule(self, peer: _Peer, opened: pb.TicketOpened) -> None:
+    def _opened(self, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            return
+        peer, opened = opening.result()
+        if not self._has_ended:
+            self._keep(peer, opened)
+        elif self._is_dropped:
+            self._is_dropped = False  # said once
+            peer.drop(self.ticket.lease_id)
+
+    def _keep(self, peer: _Peer, opened: pb.TicketOpened) -> None:
         # A third of the lease: two renewals may get lost or late before it ends.
         self._renewal = asyncio.get_running_loop().call_later(opened.lease_ms / 3e3, self._renew, peer, opened)
 
     def _renew(self, peer: _Peer, opened: pb.TicketOpened) -> None:
         peer.renew(self.ticket.lease_id)
-        self._schedule(peer, opened)
-
-    def end(self, *, dropped: bool) -> None:
-        """Stops renewing; `dropped` tells the holder that this reader will not use the ticket."""
-        if self._renewal is not None:
-            self._renewal.cancel()
-        if not self.opening.done():
-            self.opening.cancel()
-        elif dropped and not self.opening.cancelled() and self.opening.exception() is None:
-            self.opening.result()[0].drop(self.ticket.lease_id)
+        self._keep(peer, opened)
 
 
 class Reader:
@@ -228,12 +238,16 @@ class Reader:
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
         self._peers: dict[tuple[str, str], asyncio.Task[_Peer]] = {}
         self._claims: dict[RequestId, Claim] = {}
-        self._pulls: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.num_pulls = 0  # into blocks of this engine, not ended
 
-    @property
-    def num_pulls(self) -> int:
-        return len(self._pulls)
+    def _background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that `close` waits for. Its outcome is looked at here, whoever else waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def meet(self, address: str, incarnation: str) -> None:
         """Connects to a holder before anybody has a ticket for it. Failing is no harm: a ticket tries again."""
@@ -250,7 +264,7 @@ class Reader:
 
     def claim(self, request_id: RequestId, ticket: Ticket) -> None:
         """The request has arrived: open its ticket now, whenever its blocks can be had."""
-        self._claims[request_id] = Claim(ticket, asyncio.create_task(self._open(ticket)))
+        self._claims[request_id] = Claim(ticket, self._background(self._open(ticket)))
 
     def drop(self, request_id: RequestId) -> None:
         """The request will not be pulled (any more); a pull that runs goes on to its end."""
@@ -260,9 +274,8 @@ class Reader:
 
     def pull(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
         """Fills the order's blocks; `done` is called once, when nothing writes into them any more."""
-        task = asyncio.create_task(self._pull_and_tell(order, done))
-        self._pulls.add(task)
-        task.add_done_callback(self._pulls.discard)
+        self.num_pulls += 1
+        self._background(self._pull_and_tell(order, done))
 
     async def _pull_and_tell(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
@@ -278,6 +291,7 @@ class Reader:
         finally:
             if claim is not None:
                 claim.end(dropped=isinstance(result, Exception))
+            self.num_pulls -= 1
             done(result)
 
     async def _pull(self, order: PullOrder, claim: Claim) -> PullStats:
@@ -323,8 +337,7 @@ class Reader:
         return await asyncio.shield(connecting)
 
     def _start_connecting(self, address: str, incarnation: str) -> asyncio.Task[_Peer]:
-        connecting = asyncio.create_task(self._connect(address, incarnation))
-        connecting.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody waits for it
+        connecting = self._background(self._connect(address, incarnation))
         self._peers[address, incarnation] = connecting
         return connecting
 
@@ -343,9 +356,7 @@ class Reader:
     def _forget(self, peer: _Peer) -> None:
         """The channel is gone: so are its connections, mappings and descriptors, before any successor comes."""
         self._peers.pop((peer.address, peer.incarnation), None)
-        closing = asyncio.get_running_loop().create_task(peer.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._background(peer.close())
 
     async def close(self) -> None:
         """Ends every claim, pull and channel."""
@@ -354,6 +365,7 @@ class Reader:
         for connecting in list(self._peers.values()):
             connecting.cancel()
             with suppress(asyncio.CancelledError, TransferFailed):
-                await (await connecting).close()
-        await asyncio.gather(*self._pulls, *self._closing, return_exceptions=True)
+                await (await connecting).close()  # with it end the pulls that read from it
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         self._threads.shutdown()
