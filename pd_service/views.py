@@ -58,7 +58,10 @@ def pools_table(status: admin_pb2.StatusResponse) -> Table:
 
 
 def engines_table(status: admin_pb2.StatusResponse) -> Table:
-    table = _table("", "engine", "state", "pid", "running", "waiting", "KV blocks", "leases", "pulls")
+    table = Table()
+    table.add_column("engine", no_wrap=True)
+    for column in ("state", "pid", "run", "wait", "KV blocks", "leases", "pulls"):
+        table.add_column(column)
     for engine in status.engines:
         table.add_row(*_engine_row(engine))
     return table
@@ -66,9 +69,9 @@ def engines_table(status: admin_pb2.StatusResponse) -> Table:
 
 def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
     member, status = engine.member, engine.status
+    name = f"{member.engine_id}\n{member.address}".rstrip()
     if engine.problem:
-        return [member.engine_id, engine.problem]
-    name = f"{member.engine_id}\n{member.address}\nlife {member.incarnation}"
+        return [name, engine.problem]
     used = "\n".join(f"{usage.used}/{usage.total} {usage.attn_type}" for usage in status.blocks)
     load = status.load
     return [name, member.state, *map(str, (status.pid, load.running, load.waiting, used, status.leases, status.pulls))]

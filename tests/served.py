@@ -76,11 +76,16 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[Served]:
+def served(*flags: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
     """Starts a service, waits until it is ready, and leaves nothing of it whatever the test does."""
     command = [*CLI, "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", *flags]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
     )
     children: list[psutil.Process] = []
     try:
@@ -130,3 +135,28 @@ def cli(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[s
 
 def shared_memory_files() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@contextlib.contextmanager
+def ray_head() -> Iterator[tuple[str, dict[str, str]]]:
+    """A Ray cluster of somebody else's, with two CPUs: its address, and the environment to reach it with."""
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=2",
+        "--include-dashboard=false", "--disable-usage-stats",
+    ]  # fmt: skip
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        assert head.stdout is not None
+        lines: list[str] = []
+        for line in head.stdout:
+            lines.append(line)
+            if found := re.search(r"ray start --address='([^']+)'", line):
+                break
+        assert found, "".join(lines)
+        yield found[1], environment
+    finally:
+        for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.communicate()

@@ -5,6 +5,8 @@ import contextlib
 import gc
 import random
 import threading
+from collections import deque
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from pd_service.channels import EOF
 from pd_service.config import EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
-from pd_service.errors import InvalidRequest, TransferFailed, Unavailable
+from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job, run
@@ -380,3 +382,68 @@ def held_by_this_process() -> tuple[int, int, int]:
     maps = Path("/proc/self/maps").read_text().count("pd-kv-cache")
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
     return len(list(Path("/proc/self/fd").iterdir())), maps, len(threads)
+
+
+def test_the_deadline_ends_a_request_on_the_engine_itself(long_model_dir: Path) -> None:
+    """Nobody cancels here: the engine knows the deadline."""
+
+    async def scenario() -> None:
+        async with local_cluster(long_model_dir, kv_cache_bytes=2**24) as cluster:
+            (engine,) = cluster.directory.ready("decode")
+            request = EngineRequest(
+                request_id=RequestId("r"),
+                token_ids=tuple(PROMPT),
+                num_prompt_tokens=len(PROMPT),
+                max_new_tokens=15_000,
+                sampling=EngineSampling(),
+            )
+            deadline = asyncio.get_running_loop().time() + 0.2
+            with pytest.raises(DeadlineExceeded):
+                _ = [event async for event in engine.run(request, deadline)]
+            await cluster.wait_until_empty()
+
+    asyncio.run(scenario())
+
+
+def test_no_table_grows_with_the_number_of_requests(tiny_model_dir: Path) -> None:
+    """Every dict, set, list and queue of both engines and of the gateway, found by looking at all of them."""
+
+    async def scenario() -> None:
+        async with local_cluster(tiny_model_dir) as cluster:
+            sizes: list[dict[str, int]] = []
+            for _ in range(2):
+                for i in range(60):
+                    stream = asyncio.ensure_future(cluster.generate(PROMPT[: 1 + i % 30], 1 + i % 4))
+                    if i % 3 == 0:
+                        await asyncio.sleep(0)
+                        stream.cancel()
+                    await asyncio.gather(stream, return_exceptions=True)
+                await cluster.wait_until_empty()
+                sizes.append(table_sizes([*cluster.nodes.values(), cluster.directory, cluster.story]))
+            assert sizes[0] == sizes[1]
+            assert len(sizes[0]) > 40  # it looks at something
+
+    asyncio.run(scenario())
+
+
+def table_sizes(roots: Sequence[object]) -> dict[str, int]:
+    """Sizes of all containers reachable through attributes of our own objects, by path."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    left = [(type(root).__name__ + str(i), root) for i, root in enumerate(roots)]
+    while left:
+        path, thing = left.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, dict | set | list | deque):
+            sizes[path] = len(thing)
+            values = thing.values() if isinstance(thing, dict) else thing
+            left += [(f"{path}[{i}]", value) for i, value in enumerate(values)]
+        elif isinstance(thing, asyncio.Queue):
+            sizes[path] = thing.qsize()
+        elif type(thing).__module__.partition(".")[0] in ("pd_service", "kv_cache", "transfer"):
+            slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+            names = [*getattr(thing, "__dict__", {}), *slots]
+            left += [(f"{path}.{name}", getattr(thing, name)) for name in names if hasattr(thing, name)]
+    return sizes

@@ -17,7 +17,7 @@ import pytest
 
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 from tests.local_cluster import eventually
-from tests.served import CLI, Served, cli, served, shared_memory_files
+from tests.served import CLI, Served, cli, ray_head, served, shared_memory_files
 
 PROMPT = list(range(3, 40))
 
@@ -243,3 +243,20 @@ def test_doctor_names_what_is_wrong(tiny_model_dir: Path, service: Served) -> No
     assert taken.returncode == 1
     assert "cannot be bound" in taken.stdout
     assert "/nowhere" in taken.stdout
+
+
+def test_it_joins_a_running_ray_cluster_and_leaves_it_as_it_was(tiny_model_dir: Path) -> None:
+    with ray_head() as (address, environment):
+        with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
+            assert len(asyncio.run(service.tokens(PROMPT, 6, ignore_eos=True))) == 6
+            assert service.stop().splitlines() == ["stopping", "stopped"]
+        actors = [p for p in psutil.process_iter(["cmdline"]) if "EngineActor" in " ".join(p.info["cmdline"] or [])]
+        assert not [actor for actor in actors if address in " ".join(actor.cmdline())]
+        with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
+            assert len(asyncio.run(service.tokens(PROMPT, 6, ignore_eos=True))) == 6  # its resources were given back
+
+
+def test_a_ray_address_where_nobody_answers_is_named() -> None:
+    done = cli("serve", "--ray-address", "127.0.0.1:1", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    assert done.returncode == 1
+    assert "no Ray cluster answers at '127.0.0.1:1'" in done.stderr

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RAY_REACH_S = 5.0
 MEETING_S = 5.0  # for decode engines to connect to prefill engines
 CONTROLLER_STOP_S = 3.0  # of the five seconds a whole stop may take
 
@@ -59,6 +60,8 @@ async def running_service(
     config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
 ) -> AsyncIterator[Service]:
     """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
+    if config.ray.address is not None:
+        await _require_reachable(config.ray.address)
     doors = Doors(config.gateway)
     progress("starting Ray")
     starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
@@ -79,6 +82,19 @@ async def running_service(
         with suppress(ConfigError):
             await starting  # a start that was interrupted has to end before it can be undone
         await asyncio.to_thread(ray.shutdown)
+
+
+async def _require_reachable(address: str) -> None:
+    """Ray itself would try for ever. "auto" is what Ray finds on this host by itself."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        async with asyncio.timeout(RAY_REACH_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, ValueError, OverflowError, TimeoutError) as error:
+        raise ConfigError(f"ray.address: no Ray cluster answers at {address!r}: {error!r}") from error
+    writer.close()
 
 
 def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_config: ModelConfig) -> Gateway:
@@ -132,7 +148,8 @@ def _start_ray(config: ServiceConfig) -> str | None:
             **common,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"Ray cannot be started or joined: {error}") from error
+        hint = "" if config.ray.address is None else " (a cluster with token authentication needs RAY_AUTH_MODE=token)"
+        raise ConfigError(f"Ray cannot be started or joined: {error}{hint}") from error
     return "127.0.0.1"
 
 
