@@ -38,6 +38,14 @@ class SamplingParams(BaseModel):
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message of a conversation; roles are those of the model's chat template."""
+
+    role: str
+    content: str
+
+
 class FinishReason(Enum):
     """Why a request ended. PREFILLED is internal: the engine has done its part and a ticket takes over."""
 
@@ -85,6 +93,11 @@ class EngineRequest:
     sampling: EngineSampling
     prefill_only: bool = False
     ticket: Ticket | None = None
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens whose KV it will ever need on this engine: the last token it generates needs none."""
+        return len(self.token_ids) + (0 if self.prefill_only else self.max_new_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from kv_cache import KVCacheManager
 from pd_service.engine.messages import StepOutput
 from pd_service.engine.request_state import PullStats, token_digest
-from pd_service.engine.scheduler import SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.engine.scheduler import Scheduler
+from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from tests.kv_model import new_kv
 

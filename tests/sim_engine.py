@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, PullOrder, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.request_state import PullStats
-from pd_service.engine.scheduler import SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.engine.scheduler import Scheduler
+from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits
 from pd_service.errors import DeadlineExceeded, PdError, TransferFailed
 from pd_service.request import EngineRequest, FinishReason, Load, RequestId, TokenEvent
 from tests.sim_kv import VOCAB, new_cache

@@ -40,7 +40,6 @@ from pd_service.errors import (
 from pd_service.gateway.detokenizer import IncrementalDetokenizer
 from pd_service.gateway.generation import GenerationDelta, GenerationFinish, StoryTokens
 from pd_service.gateway.intake import (
-    ChatMessage,
     ChatPrompt,
     ClientRequest,
     Prompt,
@@ -49,7 +48,7 @@ from pd_service.gateway.intake import (
     sampling_params,
 )
 from pd_service.gateway.tokenizer import Tokenizer
-from pd_service.request import FinishReason, TokenLogprobs
+from pd_service.request import ChatMessage, FinishReason, TokenLogprobs
 
 BEGIN_ID, END_ID = 0, 1
 CHAT = [ChatMessage(role="user", content="hello")]

@@ -21,7 +21,8 @@ from kv_cache import KVCacheManager, create_single_type_managers
 from pd_service.config import EngineConfig
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.model_worker import ModelInput, ModelWorker, concatenate
-from pd_service.engine.scheduler import Counters, SampledToken, ScheduledRequest, Scheduler, SchedulerLimits
+from pd_service.engine.scheduler import Scheduler
+from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits
 from pd_service.request import EngineRequest, EngineSampling, RequestId
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from kv_cache import (
 )
 from pd_service.config import EngineConfig
 from pd_service.engine.sampler import sample
-from pd_service.engine.scheduler import SampledToken
+from pd_service.engine.step import SampledToken
 from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig
 from pd_service.models.loader import load_model

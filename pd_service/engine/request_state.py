@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from pd_service.request import EngineRequest, RequestId
@@ -45,11 +45,9 @@ class RequestState:
     started_at: float | None = None  # first scheduled, or KV arrived
     preemptions: int = 0
     pull: PullStats | None = None
-    logprobs_wanted: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < len(self.token_ids)
-        self.logprobs_wanted = self.request.sampling.logprobs
         self.takes_ticket = self.request.ticket is not None
 
     @property
@@ -63,13 +61,6 @@ class RequestState:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.token_ids)
-
-    @property
-    def max_cached_tokens(self) -> int:
-        """Tokens whose KV this request will ever need here: the last token it generates needs none."""
-        if self.request.prefill_only:
-            return len(self.request.token_ids)
-        return len(self.request.token_ids) + self.request.max_new_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pd_service.engine.scheduler import SampledToken
+from pd_service.engine.step import SampledToken
 from pd_service.request import EngineSampling, TokenLogprobs
 
 

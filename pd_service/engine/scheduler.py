@@ -16,62 +16,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from kv_cache import KVCacheManager
 from pd_service.engine.messages import Hold, PullOrder, StepOutput
+from pd_service.engine.request_check import check_request
 from pd_service.engine.request_state import PullStats, RequestState, Status, token_digest
+from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits
 from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, PdError, TransferFailed
-from pd_service.request import (
-    EngineRequest,
-    EngineTimes,
-    FinishReason,
-    Load,
-    RequestId,
-    TokenEvent,
-    TokenLogprobs,
-)
+from pd_service.request import EngineRequest, EngineTimes, FinishReason, Load, RequestId, TokenEvent
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    max_model_len: int
-    vocab_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """`num_tokens` tokens of this request, from its computed count on, run in the step."""
-
-    state: RequestState
-    num_tokens: int
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the step computes the request's last known token, and so the next one's logits."""
-        return self.num_tokens == self.state.num_pending
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the engine's start."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    received_tokens: int = 0
-    preemptions: int = 0
-    ignored_messages: int = 0
 
 
 class Scheduler:
@@ -95,7 +49,9 @@ class Scheduler:
     def add(self, request: EngineRequest, now: float) -> None:
         """Queues the request, or answers it with an error event. A refusal changes nothing else."""
         try:
-            self._check(request)
+            check_request(request, self._limits, self._kv)
+            if request.request_id in self._requests:
+                raise InvalidRequest(f"request_id {request.request_id!r} is live on this engine", "request_id")
         except PdError as error:
             self._events.append(TokenEvent(request_id=request.request_id, error=error))
             return
@@ -231,47 +187,6 @@ class Scheduler:
 
     # ---- admission
 
-    def _check(self, request: EngineRequest) -> None:
-        """Raises unless the request can be computed here at all."""
-        limits, length = self._limits, len(request.token_ids)
-        if not request.request_id:
-            raise InvalidRequest("request_id must not be empty", "request_id")
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"request_id {request.request_id!r} is live on this engine", "request_id")
-        if not length:
-            raise InvalidRequest("the prompt is empty; at least 1 token is needed", "prompt")
-        if request.max_new_tokens < 1:
-            raise InvalidRequest(f"max_new_tokens must be at least 1 (given: {request.max_new_tokens})", "max_tokens")
-        if length + request.max_new_tokens > limits.max_model_len:
-            raise InvalidRequest(
-                f"{length} tokens and {request.max_new_tokens} to generate are more than the engine's "
-                f"{limits.max_model_len}",
-                "max_tokens",
-            )
-        out_of_range = [t for t in request.token_ids if not 0 <= t < limits.vocab_size]
-        if out_of_range:
-            raise InvalidRequest(f"token id {out_of_range[0]} is not in [0, {limits.vocab_size})", "prompt")
-        probe = RequestState(request=request, token_ids=list(request.token_ids), arrived_at=0.0)
-        if not self._kv.can_ever_hold(probe.max_cached_tokens):
-            raise InvalidRequest(
-                f"{probe.max_cached_tokens} tokens do not fit this engine's KV cache of "
-                f"{self._kv.num_usable_blocks()} blocks of {self._block_size} tokens",
-                "max_tokens",
-            )
-        self._check_ticket(request)
-
-    @staticmethod
-    def _check_ticket(request: EngineRequest) -> None:
-        ticket = request.ticket
-        if ticket is None:
-            return
-        if ticket.num_tokens != len(request.token_ids) - 1:
-            raise TransferFailed(
-                f"the ticket holds {ticket.num_tokens} tokens, the request needs {len(request.token_ids) - 1}"
-            )
-        if ticket.token_digest != token_digest(request.token_ids[:-1]):
-            raise TransferFailed("the ticket was made for other tokens than the request's")
-
     def _admit(self) -> None:
         """Admits from the head of the queue while the head fits; a queue in order of arrival starves nobody."""
         while self._waiting and self._has_seat() and self._fits(self._waiting[0]):
@@ -300,7 +215,7 @@ class Scheduler:
 
     def _need_with_growth(self, state: RequestState) -> dict[str, int]:
         """Blocks this request still lacks for all its tokens and one block of growth, if it will grow."""
-        tokens = min(len(state.token_ids) + self._block_size, state.max_cached_tokens)
+        tokens = min(len(state.token_ids) + self._block_size, state.request.max_cached_tokens)
         computed = len(state.token_ids) - 1 if state.takes_ticket else state.num_computed
         owner = state.request_id if state.status is not Status.WAITING else None
         return self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))

@@ -19,11 +19,12 @@ from pd_service.gateway.engines import Directory, EngineMember
 from pd_service.gateway.generation import Generation
 from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_standard_services
 from pd_service.gateway.http_door import make_app
-from pd_service.gateway.intake import ChatMessage, Intake
+from pd_service.gateway.intake import Intake
 from pd_service.gateway.story import RequestStory
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics
 from pd_service.models.config import ModelConfig
+from pd_service.request import ChatMessage
 from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection
 from pd_service.errors import InvalidRequest, PdError
 from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish
 from pd_service.gateway.intake import (
-    ChatMessage,
     ChatPrompt,
     ClientRequest,
     Prompt,
@@ -27,7 +26,7 @@ from pd_service.gateway.intake import (
     sampling_params,
 )
 from pd_service.gateway.phases import Phases
-from pd_service.request import SamplingParams, TokenLogprobs
+from pd_service.request import ChatMessage, SamplingParams, TokenLogprobs
 from pd_service.rpc import generation_pb2 as pb
 from pd_service.rpc import generation_pb2_grpc
 

@@ -27,7 +27,7 @@ from pd_service.errors import (
     UnknownModel,
 )
 from pd_service.gateway.phases import Phases
-from pd_service.request import EngineSampling, RequestId, SamplingParams
+from pd_service.request import ChatMessage, EngineSampling, RequestId, SamplingParams
 
 if TYPE_CHECKING:
     from pd_service.gateway.tokenizer import Tokenizer
@@ -36,12 +36,6 @@ MAX_REQUEST_ID_CHARS = 128
 MAX_STOP_CHARS = 1024  # of one stop string
 _MAX_REPORTED = 4  # fields named in one refusal
 _TELL_NOTHING_GIVEN = ("extra_forbidden", "missing", "json_invalid")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    role: str
-    content: str
 
 
 @dataclass(frozen=True, slots=True)

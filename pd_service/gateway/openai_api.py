@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from pd_service.errors import InvalidRequest
 from pd_service.gateway.intake import (
-    ChatMessage,
     ChatPrompt,
     ClientRequest,
     Prompt,
@@ -23,6 +22,7 @@ from pd_service.gateway.intake import (
     refusal,
     sampling_params,
 )
+from pd_service.request import ChatMessage
 
 
 def _only(*allowed: object) -> AfterValidator:

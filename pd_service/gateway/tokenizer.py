@@ -15,15 +15,13 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jinja2
 from transformers import AutoTokenizer
 
 from pd_service.errors import ConfigError, InvalidRequest
-
-if TYPE_CHECKING:
-    from pd_service.gateway.intake import ChatMessage
+from pd_service.request import ChatMessage
 
 _NUM_THREADS = 2
 _T = TypeVar("_T")

@@ -1,4 +1,4 @@
-"""The reader's side of every hand-over: channels to holders, claims on tickets, pulls.
+"""The reader's side of every hand-over: claims on tickets, and pulls.
 
 A claim opens its ticket when the request arrives and renews it while the request queues; the pull then reads, asks the
 holder to confirm, and only a yes makes the KV usable. Reads run in threads, so that neither this loop nor the engine
@@ -11,177 +11,30 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
-import grpc
-import msgpack
-
-from pd_service.channels import EOF, beside, channel_options, write_all
-from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
-from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.node.peer import Peer
 from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
-from pd_service.rpc import kv_transfer_pb2_grpc
 from pd_service.rpc.engine_pb2 import Choice
-from transfer.layout import EngineLayout, compare
+from transfer.layout import EngineLayout
 from transfer.plan import plan_read
-from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable
+from transfer.planes.base import Buffers, Plane, PlaneError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HANDSHAKE_TIMEOUT_S = 5.0
-
-
-class _Peer:
-    """The channel to one life of one holder."""
-
-    def __init__(self, address: str, incarnation: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s  # for any one answer
-        self.address = address
-        self.incarnation = incarnation
-        self.layout: EngineLayout | None = None
-        self.plane: PlaneReader | None = None
-        self.plane_name = ""
-        self.plane_reason = ""
-        self.broken: str | None = None  # why the channel ended
-        self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
-        self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
-        self.reading: asyncio.Task[None] | None = None  # ends when the channel does
-        self._open = AsyncExitStack()  # the connection and what belongs to it
-
-    async def connect(self, incarnation: str, layout: EngineLayout, planes: Sequence[Plane], buffers: Buffers) -> None:
-        """Handshake, then the best plane both sides share. Raises TransferFailed with the reason."""
-        channel = grpc.aio.insecure_channel(self.address, options=channel_options())
-        await self._open.enter_async_context(channel)
-        self._stream = kv_transfer_pb2_grpc.KvTransferStub(channel).Channel()
-        await self._open.enter_async_context(beside(write_all(self._outbox, self._stream)))
-        hello = pb.ReaderHello(
-            version=PROTOCOL_VERSION,
-            incarnation=incarnation,
-            holder_incarnation=self.incarnation,
-            layout=layout_to_wire(layout),
-        )
-        self._send(pb.ReaderMessage(hello=hello))
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                first = await self._stream.read()
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
-            raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
-        if first is EOF or not first.HasField("hello"):
-            reasons = [] if first is EOF else list(first.refused.reasons)
-            raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
-        try:
-            self.layout = layout_from_wire(first.hello.layout)
-        except ValueError as error:
-            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
-        differences = compare(layout, self.layout)
-        if differences:
-            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
-        await self._choose_plane(first.hello, planes, buffers)
-        self.reading = asyncio.create_task(self._read())
-
-    async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
-        offers = {offer.name: offer.endpoint for offer in hello.planes}
-        reasons = []
-        for plane in planes:
-            if plane.name not in offers:
-                reasons.append(f"{plane.name}: not offered")
-                continue
-            try:
-                endpoint = msgpack.unpackb(offers[plane.name])
-                self.plane = await asyncio.to_thread(plane.connect, endpoint, hello.access_token, buffers)
-            except (PlaneUnavailable, ValueError) as reason:
-                reasons.append(f"{plane.name}: {reason}")
-                continue
-            self.plane_name = plane.name
-            self.plane_reason = "; ".join(reasons) or "first choice"
-            logger.info("data plane to %s: %s (%s)", self.address, self.plane_name, self.plane_reason)
-            return
-        raise TransferFailed(f"no data plane reaches {self.address}: {'; '.join(reasons)}")
-
-    def _send(self, message: pb.ReaderMessage) -> None:
-        self._outbox.put_nowait(message)
-
-    async def open(self, lease_id: str) -> pb.TicketOpened:
-        answer = await self._ask(lease_id, "opened", pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id)))
-        return answer.opened
-
-    async def confirm(self, lease_id: str) -> bool:
-        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id))
-        return (await self._ask(lease_id, "confirmed", message)).confirmed.valid
-
-    def renew(self, lease_id: str) -> None:
-        self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=lease_id)))
-
-    def drop(self, lease_id: str) -> None:
-        self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id)))
-
-    async def _ask(self, lease_id: str, kind: str, message: pb.ReaderMessage) -> pb.HolderMessage:
-        if self.broken is not None:
-            raise TransferFailed(self.broken)
-        answer: asyncio.Future[pb.HolderMessage] = asyncio.get_running_loop().create_future()
-        self._answers[lease_id, kind] = answer
-        self._send(message)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await answer
-        except TimeoutError as error:
-            raise TransferFailed(f"{self.address} did not answer within {self._timeout_s:g} s") from error
-        finally:
-            self._answers.pop((lease_id, kind), None)
-
-    async def _read(self) -> None:
-        reason = "the holder closed the channel"
-        try:
-            while (message := await self._stream.read()) is not EOF:
-                self._dispatch(message)
-        except grpc.aio.AioRpcError as error:
-            reason = f"the channel to {self.address} broke: {error.code().name}"
-        finally:
-            self._break(reason)
-
-    def _dispatch(self, message: pb.HolderMessage) -> None:
-        kind = message.WhichOneof("message")
-        if kind == "ended":
-            error = TransferFailed(f"the lease has ended: {message.ended.reason}")
-            for (lease_id, _), answer in self._answers.items():
-                if lease_id == message.ended.lease_id and not answer.done():
-                    answer.set_exception(error)
-        elif kind in ("opened", "confirmed"):
-            pending = self._answers.get((getattr(message, kind).lease_id, kind))
-            if pending is not None and not pending.done():
-                pending.set_result(message)
-        else:
-            logger.warning("ignored a message of kind %s from %s", kind, self.address)
-
-    def _break(self, reason: str) -> None:
-        self.broken = reason
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(TransferFailed(reason))
-        if self.plane is not None:
-            self.plane.close()
-
-    async def close(self) -> None:
-        self._break("the reader is closing")
-        if self.reading is not None:
-            self.reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.reading
-        await self._open.aclose()
-
 
 class Claim:
     """A ticket in use by one request: opened at once, renewed until the claim ends, dropped if it was not used."""
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
+    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Peer, pb.TicketOpened]]) -> None:
         self.ticket = ticket
         self.opening = opening
         self.opened_at = monotonic()
@@ -198,7 +51,7 @@ class Claim:
         if self.opening.done():
             self._opened(self.opening)
 
-    def _opened(self, opening: asyncio.Task[tuple[_Peer, pb.TicketOpened]]) -> None:
+    def _opened(self, opening: asyncio.Task[tuple[Peer, pb.TicketOpened]]) -> None:
         if opening.cancelled() or opening.exception() is not None:
             return
         peer, opened = opening.result()
@@ -208,11 +61,11 @@ class Claim:
             self._is_dropped = False  # said once
             peer.drop(self.ticket.lease_id)
 
-    def _keep(self, peer: _Peer, opened: pb.TicketOpened) -> None:
+    def _keep(self, peer: Peer, opened: pb.TicketOpened) -> None:
         # A third of the lease: two renewals may get lost or late before it ends.
         self._renewal = asyncio.get_running_loop().call_later(opened.lease_ms / 3e3, self._renew, peer, opened)
 
-    def _renew(self, peer: _Peer, opened: pb.TicketOpened) -> None:
+    def _renew(self, peer: Peer, opened: pb.TicketOpened) -> None:
         peer.renew(self.ticket.lease_id)
         self._keep(peer, opened)
 
@@ -236,7 +89,7 @@ class Reader:
         self._buffers = buffers
         self._pull_timeout_s = pull_timeout_s
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
-        self._peers: dict[tuple[str, str], asyncio.Task[_Peer]] = {}
+        self._peers: dict[tuple[str, str], asyncio.Task[Peer]] = {}
         self._claims: dict[RequestId, Claim] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.num_pulls = 0  # into blocks of this engine, not ended
@@ -316,7 +169,7 @@ class Reader:
         )
 
     def _read(
-        self, peer: _Peer, lease_id: str, opened: pb.TicketOpened, tables: Mapping[str, Sequence[int]]
+        self, peer: Peer, lease_id: str, opened: pb.TicketOpened, tables: Mapping[str, Sequence[int]]
     ) -> tuple[int, float]:
         """In a thread: plans and reads. Returns the bytes and the seconds in which they moved."""
         assert peer.layout is not None
@@ -327,22 +180,22 @@ class Reader:
         peer.plane.read(lease_id, runs, self._pull_timeout_s)
         return runs.num_bytes, monotonic() - started_at
 
-    async def _open(self, ticket: Ticket) -> tuple[_Peer, pb.TicketOpened]:
+    async def _open(self, ticket: Ticket) -> tuple[Peer, pb.TicketOpened]:
         peer = await self._peer(ticket.address, ticket.incarnation)
         return peer, await peer.open(ticket.lease_id)
 
-    async def _peer(self, address: str, incarnation: str) -> _Peer:
+    async def _peer(self, address: str, incarnation: str) -> Peer:
         """The channel to this life of this holder; made on first use, and again after it was lost."""
         connecting = self._peers.get((address, incarnation)) or self._start_connecting(address, incarnation)
         return await asyncio.shield(connecting)
 
-    def _start_connecting(self, address: str, incarnation: str) -> asyncio.Task[_Peer]:
+    def _start_connecting(self, address: str, incarnation: str) -> asyncio.Task[Peer]:
         connecting = self._background(self._connect(address, incarnation))
         self._peers[address, incarnation] = connecting
         return connecting
 
-    async def _connect(self, address: str, incarnation: str) -> _Peer:
-        peer = _Peer(address, incarnation, self._pull_timeout_s)
+    async def _connect(self, address: str, incarnation: str) -> Peer:
+        peer = Peer(address, incarnation, self._pull_timeout_s)
         try:
             await peer.connect(self._incarnation, self._layout, self._planes, self._buffers)
         except BaseException as error:
@@ -353,7 +206,7 @@ class Reader:
         peer.reading.add_done_callback(lambda _: self._forget(peer))
         return peer
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         """The channel is gone: so are its connections, mappings and descriptors, before any successor comes."""
         self._peers.pop((peer.address, peer.incarnation), None)
         self._background(peer.close())

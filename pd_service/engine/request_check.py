@@ -1,0 +1,52 @@
+"""What an engine refuses at its door, before anything is queued or allocated."""
+
+from __future__ import annotations
+
+from kv_cache import KVCacheManager
+from pd_service.engine.request_state import token_digest
+from pd_service.engine.step import SchedulerLimits
+from pd_service.errors import InvalidRequest, TransferFailed
+from pd_service.request import EngineRequest
+
+
+def check_request(request: EngineRequest, limits: SchedulerLimits, kv_cache_manager: KVCacheManager) -> None:
+    """Raises InvalidRequest unless the request can be computed here at all, TransferFailed for a ticket of another."""
+    _check_tokens(request, limits)
+    if not kv_cache_manager.can_ever_hold(request.max_cached_tokens):
+        raise InvalidRequest(
+            f"{request.max_cached_tokens} tokens do not fit this engine's KV cache of "
+            f"{kv_cache_manager.num_usable_blocks()} blocks",
+            "max_tokens",
+        )
+    _check_ticket(request)
+
+
+def _check_tokens(request: EngineRequest, limits: SchedulerLimits) -> None:
+    length = len(request.token_ids)
+    if not request.request_id:
+        raise InvalidRequest("request_id must not be empty", "request_id")
+    if not length:
+        raise InvalidRequest("the prompt is empty; at least 1 token is needed", "prompt")
+    if request.max_new_tokens < 1:
+        raise InvalidRequest(f"max_new_tokens must be at least 1 (given: {request.max_new_tokens})", "max_tokens")
+    if length + request.max_new_tokens > limits.max_model_len:
+        raise InvalidRequest(
+            f"{length} tokens and {request.max_new_tokens} to generate are more than the engine's "
+            f"{limits.max_model_len}",
+            "max_tokens",
+        )
+    for token in (min(request.token_ids), max(request.token_ids)):
+        if not 0 <= token < limits.vocab_size:
+            raise InvalidRequest(f"token id {token} is not in [0, {limits.vocab_size})", "prompt")
+
+
+def _check_ticket(request: EngineRequest) -> None:
+    ticket = request.ticket
+    if ticket is None:
+        return
+    if ticket.num_tokens != len(request.token_ids) - 1:
+        raise TransferFailed(
+            f"the ticket holds {ticket.num_tokens} tokens, the request needs {len(request.token_ids) - 1}"
+        )
+    if ticket.token_digest != token_digest(request.token_ids[:-1]):
+        raise TransferFailed("the ticket was made for other tokens than the request's")

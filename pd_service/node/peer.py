@@ -1,0 +1,167 @@
+"""The channel to one life of one holder: handshake, choice of a data plane, questions and answers per ticket.
+
+Its end fails everything that waits for an answer, with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+
+import grpc
+import msgpack
+
+from pd_service.channels import EOF, beside, channel_options, write_all
+from pd_service.config import PROTOCOL_VERSION
+from pd_service.errors import TransferFailed
+from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.rpc import kv_transfer_pb2 as pb
+from pd_service.rpc import kv_transfer_pb2_grpc
+from transfer.layout import EngineLayout, compare
+from transfer.planes.base import Buffers, Plane, PlaneReader, PlaneUnavailable
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+
+
+class Peer:
+    """The channel to one life of one holder."""
+
+    def __init__(self, address: str, incarnation: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s  # for any one answer
+        self.address = address
+        self.incarnation = incarnation
+        self.layout: EngineLayout | None = None
+        self.plane: PlaneReader | None = None
+        self.plane_name = ""
+        self.plane_reason = ""
+        self.broken: str | None = None  # why the channel ended
+        self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
+        self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
+        self.reading: asyncio.Task[None] | None = None  # ends when the channel does
+        self._open = AsyncExitStack()  # the connection and what belongs to it
+
+    async def connect(self, incarnation: str, layout: EngineLayout, planes: Sequence[Plane], buffers: Buffers) -> None:
+        """Handshake, then the best plane both sides share. Raises TransferFailed with the reason."""
+        channel = grpc.aio.insecure_channel(self.address, options=channel_options())
+        await self._open.enter_async_context(channel)
+        self._stream = kv_transfer_pb2_grpc.KvTransferStub(channel).Channel()
+        await self._open.enter_async_context(beside(write_all(self._outbox, self._stream)))
+        hello = pb.ReaderHello(
+            version=PROTOCOL_VERSION,
+            incarnation=incarnation,
+            holder_incarnation=self.incarnation,
+            layout=layout_to_wire(layout),
+        )
+        self._send(pb.ReaderMessage(hello=hello))
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                first = await self._stream.read()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
+        if first is EOF or not first.HasField("hello"):
+            reasons = [] if first is EOF else list(first.refused.reasons)
+            raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
+        try:
+            self.layout = layout_from_wire(first.hello.layout)
+        except ValueError as error:
+            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
+        differences = compare(layout, self.layout)
+        if differences:
+            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
+        await self._choose_plane(first.hello, planes, buffers)
+        self.reading = asyncio.create_task(self._read())
+
+    async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
+        offers = {offer.name: offer.endpoint for offer in hello.planes}
+        reasons = []
+        for plane in planes:
+            if plane.name not in offers:
+                reasons.append(f"{plane.name}: not offered")
+                continue
+            try:
+                endpoint = msgpack.unpackb(offers[plane.name])
+                self.plane = await asyncio.to_thread(plane.connect, endpoint, hello.access_token, buffers)
+            except (PlaneUnavailable, ValueError) as reason:
+                reasons.append(f"{plane.name}: {reason}")
+                continue
+            self.plane_name = plane.name
+            self.plane_reason = "; ".join(reasons) or "first choice"
+            logger.info("data plane to %s: %s (%s)", self.address, self.plane_name, self.plane_reason)
+            return
+        raise TransferFailed(f"no data plane reaches {self.address}: {'; '.join(reasons)}")
+
+    def _send(self, message: pb.ReaderMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    async def open(self, lease_id: str) -> pb.TicketOpened:
+        answer = await self._ask(lease_id, "opened", pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id)))
+        return answer.opened
+
+    async def confirm(self, lease_id: str) -> bool:
+        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id))
+        return (await self._ask(lease_id, "confirmed", message)).confirmed.valid
+
+    def renew(self, lease_id: str) -> None:
+        self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=lease_id)))
+
+    def drop(self, lease_id: str) -> None:
+        self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id)))
+
+    async def _ask(self, lease_id: str, kind: str, message: pb.ReaderMessage) -> pb.HolderMessage:
+        if self.broken is not None:
+            raise TransferFailed(self.broken)
+        answer: asyncio.Future[pb.HolderMessage] = asyncio.get_running_loop().create_future()
+        self._answers[lease_id, kind] = answer
+        self._send(message)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise TransferFailed(f"{self.address} did not answer within {self._timeout_s:g} s") from error
+        finally:
+            self._answers.pop((lease_id, kind), None)
+
+    async def _read(self) -> None:
+        reason = "the holder closed the channel"
+        try:
+            while (message := await self._stream.read()) is not EOF:
+                self._dispatch(message)
+        except grpc.aio.AioRpcError as error:
+            reason = f"the channel to {self.address} broke: {error.code().name}"
+        finally:
+            self._break(reason)
+
+    def _dispatch(self, message: pb.HolderMessage) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "ended":
+            error = TransferFailed(f"the lease has ended: {message.ended.reason}")
+            for (lease_id, _), answer in self._answers.items():
+                if lease_id == message.ended.lease_id and not answer.done():
+                    answer.set_exception(error)
+        elif kind in ("opened", "confirmed"):
+            pending = self._answers.get((getattr(message, kind).lease_id, kind))
+            if pending is not None and not pending.done():
+                pending.set_result(message)
+        else:
+            logger.warning("ignored a message of kind %s from %s", kind, self.address)
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(TransferFailed(reason))
+
+    async def close(self) -> None:
+        """Ends the channel, and with PlaneError every read over it."""
+        self._break("the reader is closing")
+        if self.plane is not None:
+            await asyncio.to_thread(self.plane.close)  # it waits for running reads to let go
+        if self.reading is not None:
+            self.reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await self.reading
+        await self._open.aclose()
