@@ -5,8 +5,8 @@
                                      ├── Holder: tickets of KV that is held here
                                      └── Reader: pulls of KV that is held elsewhere
 
-A gateway's session owns its requests: when the stream ends, they are cancelled and their tickets released. Needs no
-Ray: `python -m pd_service.node` starts one engine on a bare host.
+A gateway's session owns its requests: when the stream ends, they are cancelled and their tickets released. Knows nothing
+of Ray.
 """
 
 from __future__ import annotations

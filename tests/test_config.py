@@ -1,0 +1,71 @@
+"""Configuration: the file, the flags over it, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from pd_service.config import ServiceConfig, load_config
+from pd_service.errors import ConfigError, EngineFailed, Overloaded, PdError, TransferFailed, from_code
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("pools: {prefill: {replicas: 3, kv_cache_bytes: 2GiB}}\ndtype: bfloat16\n")
+    config = load_config(path, {"pools.prefill.replicas": 5, "gateway.http": "127.0.0.1:1"})
+    assert (config.pools.prefill.replicas, config.pools.prefill.kv_cache_bytes) == (5, 2 * 2**30)
+    assert (config.dtype, config.gateway.http, config.pools.decode.replicas) == ("bfloat16", "127.0.0.1:1", 1)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(path, {}) == ServiceConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pools: {prefil: {}}", "pools.prefil: unknown field"),
+        ("engine: {block_size: 0}", "engine.block_size"),
+        ("engine: {planes: []}", "engine.planes"),
+        ("engine: {planes: [rdma]}", "rdma"),
+        ("dtype: float8", "'float8'"),
+        ("pools: {decode: {replicas: -1}}", "pools.decode.replicas"),
+        ("engine: {max_num_batched_tokens: 8}", "max_num_seqs"),
+        ("- a list", "expected a mapping"),
+        ("a: [", "cannot read"),
+        ("pools: 3", "pools"),
+    ],
+)
+def test_refusals_name_the_field_and_what_was_given(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, {"gateway.http": "127.0.0.1:1"})
+    assert said in str(refused.value)
+
+
+def test_an_engine_gets_its_pools_settings() -> None:
+    config = ServiceConfig.model_validate({"pools": {"decode": {"threads": 3, "kv_cache_bytes": "1MiB"}}})
+    engine = config.engine_config("decode", Path("/model"))
+    assert (engine.threads, engine.kv_cache_bytes, engine.role) == (3, 2**20, "decode")
+    assert type(engine).model_validate(engine.model_dump(mode="json")) == engine  # it travels to another process
+
+
+def test_errors_keep_their_class_over_the_wire() -> None:
+    for error in (Overloaded("full"), TransferFailed("late")):
+        again = from_code(type(error).__name__, str(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+    assert type(from_code("SomethingNewer", "x")) is EngineFailed
+
+
+def test_every_error_has_a_real_grpc_status() -> None:
+    import grpc
+
+    def tree(root: type[PdError]) -> list[type[PdError]]:
+        return [root] + [kind for child in root.__subclasses__() for kind in tree(child)]
+
+    assert len(tree(PdError)) > 10
+    for kind in tree(PdError):
+        assert kind.grpc_status in grpc.StatusCode.__members__
+        assert 400 <= kind.http_code < 600
