@@ -34,7 +34,7 @@ def phases_table(finish: generation_pb2.Finish) -> Table:
     table.add_column("what it was")
     wire = f"of it {phases.wire_ms:.1f} ms moving {phases.kv_bytes / 1e6:.1f} MB over {phases.plane}"
     rows = (
-        ("queue", phases.queue_ms, "tokenizing, ways, waiting for the prefill engine"),
+        ("queue", phases.queue_ms, "tokenizing, waiting for the prefill engine"),
         ("prefill", phases.prefill_ms, "prompt to first token"),
         ("transfer", phases.transfer_ms, wire if phases.plane else "no hand-over was needed"),
         ("confirm", phases.confirm_ms, "the holder's yes"),
@@ -72,7 +72,7 @@ def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
     name = f"{member.engine_id}\n{member.address}".rstrip()
     if engine.problem:
         return [name, engine.problem]
-    used = "\n".join(f"{usage.used}/{usage.total} {usage.attn_type}" for usage in status.blocks)
+    used = "\n".join(f"{usage.used}/{usage.total}" for usage in status.blocks)  # a line for each attention type
     load = status.load
     return [name, member.state, *map(str, (status.pid, load.running, load.waiting, used, status.leases, status.pulls))]
 

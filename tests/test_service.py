@@ -51,7 +51,7 @@ def test_generate_streams_text_and_ends_with_the_phases(service: Served) -> None
 def test_status_shows_pools_and_engines(service: Served) -> None:
     done = cli("status", "--address", service.grpc_address)
     assert done.returncode == 0, done.stderr
-    for word in ("prefill", "decode", "ready", "leases", "FullAttention"):
+    for word in ("prefill", "decode", "ready", "leases", "KV blocks"):
         assert word in done.stdout
 
 
@@ -179,7 +179,7 @@ def test_a_stop_in_mid_stream_leaves_no_process_and_no_shared_memory(long_model_
     with served("--model", str(long_model_dir)) as service:
         children = service.processes()
         assert any("EngineActor" in " ".join(child.cmdline()) for child in children)
-        statuses: list[grpc.StatusCode] = []
+        statuses: list[tuple[grpc.StatusCode, str]] = []
         first = threading.Event()
 
         async def client() -> None:
@@ -189,7 +189,7 @@ def test_a_stop_in_mid_stream_leaves_no_process_and_no_shared_memory(long_model_
                     async for _ in call:
                         first.set()
                 except grpc.aio.AioRpcError as error:
-                    statuses.append(error.code())
+                    statuses.append((error.code(), error.details()))
 
         streaming = threading.Thread(target=lambda: asyncio.run(client()))
         streaming.start()
@@ -198,7 +198,7 @@ def test_a_stop_in_mid_stream_leaves_no_process_and_no_shared_memory(long_model_
         streaming.join()
         assert service.process.returncode == 0, rest
         assert rest.splitlines() == ["stopping", "stopped"]
-        assert statuses == [grpc.StatusCode.UNAVAILABLE]
+        assert statuses == [(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")]
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
     assert shared_memory_files() <= files

@@ -165,6 +165,7 @@ class Directory:
     def __init__(self) -> None:
         self._clients: dict[str, EngineClient] = {}
         self._changed = asyncio.Event()
+        self._is_closing = False
 
     async def update(self, members: Sequence[EngineMember]) -> None:
         """Takes a new membership over: a member whose incarnation or address changed is a new engine."""
@@ -186,7 +187,9 @@ class Directory:
         return next((c for c in self._clients.values() if c.member.incarnation == incarnation), None)
 
     async def wait_for(self, role: Role, timeout_s: float) -> list[EngineClient]:
-        """Ready engines of this kind, at least one. Raises Unavailable when none came in time."""
+        """Ready engines of this kind, at least one. Raises Unavailable when none came in time, or none will."""
+        if self._is_closing:
+            raise Unavailable("the gateway is stopping")
         try:
             async with asyncio.timeout(timeout_s):
                 while not (ready := self.ready(role)):
@@ -197,6 +200,8 @@ class Directory:
         return ready
 
     async def close(self) -> None:
+        """Lets every engine go: requests that still run end with Unavailable."""
+        self._is_closing = True
         await self.update([])
 
 

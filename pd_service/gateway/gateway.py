@@ -106,17 +106,19 @@ class Gateway:
         await self._health.report(is_serving=True)
 
     async def stop(self) -> None:
-        """Ends open streams with UNAVAILABLE after a short grace, then both doors. May be called twice."""
+        """Takes nothing new; streams that have not ended after a short grace end with UNAVAILABLE. Twice is once."""
         if self._is_stopped:
             return
         self._is_stopped = True
         await self._health.report(is_serving=False)
         self._http_server.should_exit = True
-        await self._doors.grpc_server.stop(STOP_GRACE_S)
+        stopping = asyncio.ensure_future(self._doors.grpc_server.stop(2 * STOP_GRACE_S))
+        await asyncio.wait((stopping,), timeout=STOP_GRACE_S)
+        await self.directory.close()
+        await stopping
         self._following.cancel()
         await asyncio.gather(self._serving, self._following, return_exceptions=True)
         await self._admin.close(None)
-        await self.directory.close()
         self._tokenizer.close()
 
 
