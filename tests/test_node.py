@@ -14,9 +14,10 @@ import grpc
 import pytest
 
 from pd_service.channels import EOF
-from pd_service.config import EngineSettings, GatewaySettings, RetrySettings
+from pd_service.config import EngineConfig, EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
 from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
+from pd_service.node.node import EngineNode
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job, run
@@ -447,3 +448,24 @@ def table_sizes(roots: Sequence[object]) -> dict[str, int]:
             names = [*getattr(thing, "__dict__", {}), *slots]
             left += [(f"{path}.{name}", getattr(thing, name)) for name in names if hasattr(thing, name)]
     return sizes
+
+
+def test_an_engine_whose_loop_dies_tells_its_owner(tiny_model_dir: Path) -> None:
+    """A bug in the scheduler: the owner hears of it, and ends the process."""
+
+    async def scenario() -> None:
+        heard: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        config = EngineConfig(role="decode", model_dir=tiny_model_dir, kv_cache_bytes=2**20)
+        node = EngineNode(config, failed=lambda error: loop.call_soon_threadsafe(heard.set_result, error))
+        bug = ZeroDivisionError("a bug")
+
+        def schedule(now: float) -> None:
+            raise bug
+
+        node._engine.scheduler.schedule = schedule  # type: ignore[method-assign,assignment]
+        await node.start("127.0.0.1")
+        assert await heard is bug
+        await node.stop()
+
+    asyncio.run(scenario())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 import ray
 
-from pd_service.channels import Context, channel_options, server_options
+from pd_service.channels import Context, beside, channel_options, server_options
 from pd_service.cluster.engine_actor import EngineActor
 from pd_service.config import PoolRole, PoolSettings, ServiceConfig
 from pd_service.rpc import admin_pb2 as pb
@@ -92,7 +93,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
                 pause_s = MIN_RESTART_S
                 await actor.wait.remote()
                 pool.last_failure = "it was stopped"
-            except ray.exceptions.RayError as error:
+            except Exception as error:  # whatever it was, the seat must not stay empty
                 pool.last_failure = _reason(error)
             logger.warning("%s is gone: %s", engine_id, pool.last_failure)
             pool.replaced += 1
@@ -115,11 +116,8 @@ class Controller(admin_pb2_grpc.AdminServicer):
         )
         self._actors[engine_id] = actor
         await self._publish(pb.Member(engine_id=engine_id, role=role, state="starting"))
-        watching = asyncio.create_task(self._watch_progress(engine_id, role, actor))
-        try:
+        async with beside(self._watch_progress(engine_id, role, actor)):
             started = await actor.start.remote()
-        finally:
-            watching.cancel()
         await self._publish(
             pb.Member(
                 engine_id=engine_id,
@@ -135,12 +133,13 @@ class Controller(admin_pb2_grpc.AdminServicer):
 
     async def _watch_progress(self, engine_id: str, role: PoolRole, actor: Any) -> None:
         shown = ""
-        while True:
-            progress = await actor.progress.remote()
-            if progress != shown:
-                shown = progress
-                await self._publish(pb.Member(engine_id=engine_id, role=role, state="starting", progress=progress))
-            await asyncio.sleep(PROGRESS_S)
+        with suppress(ray.exceptions.RayError):  # an actor that died says so to whoever started it
+            while True:
+                progress = await actor.progress.remote()
+                if progress != shown:
+                    shown = progress
+                    await self._publish(pb.Member(engine_id=engine_id, role=role, state="starting", progress=progress))
+                await asyncio.sleep(PROGRESS_S)
 
     def _pool_settings(self, role: PoolRole) -> PoolSettings:
         return self._config.pools.prefill if role == "prefill" else self._config.pools.decode
@@ -200,7 +199,7 @@ async def _ask(member: pb.Member) -> pb.EngineMemberStatus:
     return pb.EngineMemberStatus(member=member, status=status)
 
 
-def _reason(error: ray.exceptions.RayError) -> str:
+def _reason(error: Exception) -> str:
     """What an operator needs: the cause's own words, or Ray's first line."""
     cause = getattr(error, "cause", None)
-    return str(cause or error).strip().splitlines()[0]
+    return str(cause or error).strip().partition("\n")[0] or repr(error)

@@ -39,7 +39,7 @@ class EngineActor:
         from pd_service.node.node import EngineNode  # torch: for the engine, not for its controller
 
         try:
-            self._node = EngineNode(self._config, self._set_progress)
+            self._node = EngineNode(self._config, self._set_progress, _end_process)
         except PdError as error:
             raise RuntimeError(str(error)) from error  # Ray ships the text, whatever classes the caller knows
         self._thread.start()
@@ -63,3 +63,9 @@ class EngineActor:
 
     def _set_progress(self, what: str) -> None:
         self._progress = what
+
+
+def _end_process(error: BaseException) -> None:
+    """An engine without a loop holds streams and blocks for nothing: with its process everybody learns of it."""
+    logging.getLogger(__name__).critical("ending the process: %r", error)
+    os._exit(1)

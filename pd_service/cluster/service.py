@@ -60,6 +60,9 @@ async def running_service(
     config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
 ) -> AsyncIterator[Service]:
     """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
+    asked = config.engine.max_model_len
+    if asked is not None and asked > model_config.max_model_len:
+        raise ConfigError(f"engine.max_model_len: {asked} is more than the model's {model_config.max_model_len} tokens")
     if config.ray.address is not None:
         await _require_reachable(config.ray.address)
     doors = Doors(config.gateway)

@@ -130,11 +130,20 @@ class _Stop:
 
 
 class EngineLoop:
-    """Runs an engine in a thread of its own. `publish` is called in that thread with each output."""
+    """Runs an engine in a thread of its own. `publish` is called in that thread with each output.
 
-    def __init__(self, engine: ExecutionEngine, publish: Callable[[StepOutput], None]) -> None:
+    `failed` is called there when the loop itself ends by an error, which is a bug: the engine is of no use any more.
+    """
+
+    def __init__(
+        self,
+        engine: ExecutionEngine,
+        publish: Callable[[StepOutput], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._engine = engine
         self._publish = publish
+        self._failed = failed
         self._inbox: queue.SimpleQueue[Message | _StepDone | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
@@ -153,6 +162,13 @@ class EngineLoop:
         self._engine.close()
 
     def _run(self) -> None:
+        try:
+            self._run_steps()
+        except BaseException as error:
+            logger.critical("the engine's loop failed", exc_info=error)
+            self._failed(error)
+
+    def _run_steps(self) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="model") as model_thread:
             while not self._stopping:
                 self._drain()

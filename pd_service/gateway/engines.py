@@ -104,8 +104,11 @@ class EngineClient:
 
     async def _keep_connected(self) -> None:
         while True:
-            reason = await self._session()
-            logger.info("the stream to %s ended: %s", self.engine_id, reason)
+            try:
+                reason = await self._session()
+                logger.info("the stream to %s ended: %s", self.engine_id, reason)
+            except Exception:  # a message that makes no sense ends its stream, never the client
+                logger.exception("the stream to %s failed", self.engine_id)
             await asyncio.sleep(RECONNECT_S)
 
     async def _session(self) -> str:

@@ -91,11 +91,14 @@ class Gateway:
     async def _follow(self, admin_address: str) -> None:
         """Takes over each membership; while the controller is away the last one stays in use."""
         while True:
-            with suppress(grpc.aio.AioRpcError):
+            try:
                 stream = admin_pb2_grpc.AdminStub(self._admin).WatchMembership(admin_pb2.WatchMembershipRequest())
                 async for membership in stream:
                     await self.directory.update(_ready_members(membership))
-            logger.warning("the controller at %s is away; going on with the engines known", admin_address)
+                reason = "it ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = error.code().name
+            logger.warning("the controller at %s is away (%s); the engines known stay", admin_address, reason)
             await asyncio.sleep(RECONNECT_S)
 
     async def wait_until_ready(self) -> None:

@@ -5,8 +5,8 @@
                                      ├── Holder: tickets of KV that is held here
                                      └── Reader: pulls of KV that is held elsewhere
 
-A gateway's session owns its requests: when the stream ends, they are cancelled and their tickets released. Knows nothing
-of Ray.
+A gateway's session owns its requests: when the stream ends, they are cancelled and their tickets released. Knows
+nothing of Ray.
 """
 
 from __future__ import annotations
@@ -52,13 +52,22 @@ class _Session:
 
 
 class EngineNode(engine_pb2_grpc.EngineServicer):
-    """Construct in the thread that may block (the model is loaded), then `await start()` in the loop it lives in."""
+    """Construct in a thread that may block (the model is loaded), then `await start()` in the loop it lives in.
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> None:
+    `failed` is called in the engine's thread if the engine's loop dies; the owner then ends this node's process, which
+    tells gateways and peers at once.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda _: None,
+        failed: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
         self.incarnation = uuid.uuid4().hex[:12]
         self._config = config
         self._engine = ExecutionEngine(config, progress)
-        self._engine_loop = EngineLoop(self._engine, self._publish)
+        self._engine_loop = EngineLoop(self._engine, self._publish, failed)
         worker = self._engine.worker
         self._layout = describe_layout(worker.cache_info, worker.block_nums, fingerprint(config.model_dir))
         self._load = self._engine.scheduler.load()
