@@ -42,7 +42,7 @@ class EngineSettings(_Section):
 class PoolSettings(_Section):
     """One pool. `replicas` engines, each with `num_cpus` of Ray's CPUs and `threads` torch threads."""
 
-    replicas: Annotated[int, Field(ge=0)] = 1
+    replicas: Annotated[int, Field(ge=1)] = 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
     threads: Annotated[int, Field(ge=1)] = 1
     kv_cache_bytes: ByteSize = ByteSize(2**30)

@@ -30,7 +30,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("engine: {planes: []}", "engine.planes"),
         ("engine: {planes: [rdma]}", "rdma"),
         ("dtype: float8", "'float8'"),
-        ("pools: {decode: {replicas: -1}}", "pools.decode.replicas"),
+        ("pools: {decode: {replicas: 0}}", "pools.decode.replicas"),
         ("engine: {max_num_batched_tokens: 8}", "max_num_seqs"),
         ("- a list", "expected a mapping"),
         ("a: [", "cannot read"),

@@ -1,6 +1,7 @@
 """What holds of the project's own files: who imports whom, and that generated code is fresh."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,12 @@ def test_every_dependency_has_its_reason() -> None:
             inside = False
         elif inside and "pd-service[" not in line:
             assert "#" in line, f"say why: {line.strip()}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "proto").rglob("*.proto")), ids=lambda path: path.name)
+def test_every_field_of_the_protocol_says_what_it_holds(path: Path) -> None:
+    before = ""
+    for line in map(str.strip, path.read_text().splitlines()):
+        if re.match(r"(optional |repeated )?[\w.]+ \w+ = \d+", line):
+            assert before.startswith("//"), f"{path.name}: {line}"
+        before = line

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import openai
 import psutil
 import pytest
 
@@ -112,6 +113,23 @@ def test_health_and_metrics(service: Served) -> None:
     assert httpx.get(f"{service.base_url}/health").status_code == 200
     metrics = httpx.get(f"{service.base_url}/metrics").text
     assert 'pd_requests_total{outcome="finished"}' in metrics
+
+
+def test_the_official_client_works(service: Served) -> None:
+    with openai.OpenAI(base_url=f"{service.base_url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        ask = {"model": model.id, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "temperature": 0}
+        whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
+        chunks = list(client.chat.completions.create(**ask, stream=True))  # type: ignore[call-overload]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole.choices[0].message.content
+    assert whole.usage.completion_tokens == 6
+
+
+def test_output_that_nobody_reads_is_no_error(service: Served) -> None:
+    command = f"{' '.join(CLI)} generate hello --raw --address {service.grpc_address} --max-tokens 200 | head -c 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("door", ["grpc", "http"])
