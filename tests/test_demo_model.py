@@ -18,6 +18,7 @@ from pd_service.demo import demo_model_dir
 from pd_service.request import EngineSampling
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 from tests.local_cluster import local_cluster
+from tests.one_loop import run_async
 from tests.served import Served, served
 
 MAX_TOKENS = 12
@@ -111,7 +112,7 @@ def test_twenty_prompts_over_grpc_equal_transformers(service: Served, cases: lis
 
     assert len(cases) == 20
     assert any(case.expected for case in cases)
-    assert asyncio.run(all_answers()) == {case.name: case.expected for case in cases}
+    assert run_async(all_answers()) == {case.name: case.expected for case in cases}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -138,7 +139,7 @@ def test_twenty_prompts_over_http_equal_transformers(service: Served, cases: lis
 
 
 def test_after_all_that_nothing_is_held(service: Served) -> None:
-    assert asyncio.run(service.is_empty())
+    assert run_async(service.is_empty())
 
 
 def test_with_a_seed_the_split_equals_one_engine_doing_both(model_dir: Path) -> None:
@@ -165,7 +166,7 @@ def test_with_a_seed_the_split_equals_one_engine_doing_both(model_dir: Path) -> 
         assert split == whole
         assert list(at_once) == whole
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 ENGINE = EngineSettings(max_model_len=2048)

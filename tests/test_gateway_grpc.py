@@ -25,6 +25,7 @@ from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.request import FinishReason, TokenLogprobs
 from pd_service.rpc import generation_pb2 as pb
 from pd_service.rpc import generation_pb2_grpc
+from tests.one_loop import run_async
 
 HEALTH = health_pb2.HealthCheckResponse
 
@@ -53,7 +54,7 @@ def against(generation: Generation, scenario: Callable[[grpc.aio.Channel], Await
         async with serving(generation) as (channel, _):
             await scenario(channel)
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def ids(*token_ids: int, **fields: object) -> pb.GenerateRequest:
@@ -70,7 +71,7 @@ async def answer(channel: grpc.aio.Channel, request: pb.GenerateRequest) -> list
 
 def test_one_delta_per_story_event_and_one_finish(tokenizer: Tokenizer) -> None:
     entry = TokenLogprobs(-0.5, ((9, -0.5), (8, -1.5)))
-    a, b = asyncio.run(tokenizer.encode_text("ab"))[1:]
+    a, b = run_async(tokenizer.encode_text("ab"))[1:]
     story = FakeStory(StoryTokens(token_ids=(a,), logprobs=(entry,)), tokens(b, b), end(), retries=3)
 
     async def scenario(channel: grpc.aio.Channel) -> None:
@@ -103,7 +104,7 @@ def test_unset_sampling_has_the_documented_defaults(tokenizer: Tokenizer) -> Non
 
 
 def test_held_back_text_is_a_delta_before_the_finish(tokenizer: Tokenizer) -> None:
-    a = asyncio.run(tokenizer.encode_text("a"))[1]
+    a = run_async(tokenizer.encode_text("a"))[1]
 
     async def scenario(channel: grpc.aio.Channel) -> None:
         first, rest, last = await answer(channel, ids(5, stop=["ab"]))
@@ -279,7 +280,7 @@ def test_health_follows_what_is_reported(tokenizer: Tokenizer) -> None:
                 for name in ("", SERVICE_NAME):
                     assert (await stub.Check(health_pb2.HealthCheckRequest(service=name))).status == status
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_server_is_not_serving_before_anything_was_reported(tokenizer: Tokenizer) -> None:

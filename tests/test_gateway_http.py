@@ -20,6 +20,7 @@ from pd_service.gateway.generation import Generation, StoryTokens
 from pd_service.gateway.http_door import MAX_BODY_BYTES, make_app
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.request import FinishReason, TokenLogprobs
+from tests.one_loop import run_async
 
 Json = dict[str, Any]
 COMPLETION: Json = {"model": "tiny", "prompt": [5, 6]}
@@ -42,7 +43,7 @@ def against(generation: Generation, scenario: Callable[[httpx.AsyncClient], Awai
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             await scenario(client)
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def post(tokenizer: Tokenizer, path: str, body: Json, *script: Step) -> httpx.Response:
@@ -68,7 +69,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return asyncio.run(tokenizer.encode_text(text))[1:]
+    return run_async(tokenizer.encode_text(text))[1:]
 
 
 def choice_text(choice: Json) -> str:
@@ -386,7 +387,7 @@ def test_health_tells_why_the_service_cannot_answer(tokenizer: Tokenizer) -> Non
         assert (starting.status_code, starting.json()["error"]["message"]) == (503, "the decode pool has no engine")
         assert (healthy.status_code, healthy.json()) == (200, {"status": "ok"})
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_metrics_show_what_happened(tokenizer: Tokenizer) -> None:
@@ -450,7 +451,7 @@ def test_a_client_that_leaves_ends_its_story_at_once(tokenizer: Tokenizer, strea
         assert is_idle(generation, story)
         await call
 
-    asyncio.run(scenario())
+    run_async(scenario())
     assert outcomes(generation) == {"aborted": 1}
 
 
@@ -464,7 +465,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_harms_nobody(tokenizer
         client.leave()
         await client.run()
 
-    asyncio.run(scenario())
+    run_async(scenario())
     assert not story.jobs
     assert is_idle(generation, story)
 
@@ -481,7 +482,7 @@ def test_a_server_that_stops_ends_the_story_of_an_open_stream(tokenizer: Tokeniz
             await call
         assert is_idle(generation, story)
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 # The official client and a real server.
@@ -510,7 +511,7 @@ def with_openai(generation: Generation, scenario: Callable[[openai.AsyncOpenAI],
         ):
             await scenario(client)
 
-    asyncio.run(run())
+    run_async(run())
 
 
 def test_the_official_client_completes(tokenizer: Tokenizer) -> None:

@@ -21,6 +21,7 @@ from pd_service.node.node import EngineNode
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job, run
+from tests.one_loop import run_async
 
 PROMPT = list(range(3, 40))
 
@@ -56,7 +57,7 @@ def test_split_equals_whole(tiny_model_dir: Path, plane: str) -> None:
         assert one_by_one == expected
         assert list(at_once) == expected
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_exactly_the_prompts_positions_are_handed_over_and_computed_once(tiny_model_dir: Path) -> None:
@@ -71,7 +72,7 @@ def test_exactly_the_prompts_positions_are_handed_over_and_computed_once(tiny_mo
             assert (prefill.computed_tokens, prefill.received_tokens) == (33, 0)
             assert (decode.computed_tokens, decode.received_tokens) == (2 * 4, 33)
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_one_token_never_touches_a_decode_engine(tiny_model_dir: Path) -> None:
@@ -79,7 +80,7 @@ def test_one_token_never_touches_a_decode_engine(tiny_model_dir: Path) -> None:
         async with local_cluster(tiny_model_dir, decode=0) as cluster:
             assert len(await cluster.generate(PROMPT, 1)) == 1
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_stop_token_as_first_token_ends_the_answer(tiny_model_dir: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_stop_token_as_first_token_ends_the_answer(tiny_model_dir: Path) -> No
             assert end.finish is FinishReason.STOP
             assert (await cluster.status("decode/1")).steps == 0
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_logprobs_have_one_entry_per_token_equal_to_one_engines(tiny_model_dir: Path) -> None:
@@ -110,7 +111,7 @@ def test_logprobs_have_one_entry_per_token_equal_to_one_engines(tiny_model_dir: 
             assert ours.top[0] == (token, pytest.approx(ours.logprob, abs=1e-6))
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
@@ -135,7 +136,7 @@ def test_a_client_that_leaves_frees_everything(tiny_model_dir: Path, num_tokens:
             await cluster.wait_until_empty()
             assert len(await cluster.generate(PROMPT, 4)) == 4
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_cancel_at_any_instant_leaves_both_engines_serving(tiny_model_dir: Path) -> None:
@@ -150,7 +151,7 @@ def test_cancel_at_any_instant_leaves_both_engines_serving(tiny_model_dir: Path)
             await cluster.wait_until_empty()
             assert await cluster.generate(PROMPT, 8) == expected
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -169,7 +170,7 @@ def test_a_stream_goes_on_with_the_right_tokens_when_its_engine_is_lost(tiny_mod
                 await cluster.wait_until_empty()
                 await cluster.add(role)  # type: ignore[arg-type]
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_an_engine_that_comes_back_at_its_old_address_is_a_new_one(tiny_model_dir: Path) -> None:
@@ -188,7 +189,7 @@ def test_an_engine_that_comes_back_at_its_old_address_is_a_new_one(tiny_model_di
                 await cluster.publish()
                 assert await cluster.generate(PROMPT, 6) == expected
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_without_engines_the_story_gives_up_in_bounded_time(tiny_model_dir: Path) -> None:
@@ -199,7 +200,7 @@ def test_without_engines_the_story_gives_up_in_bounded_time(tiny_model_dir: Path
             with pytest.raises(Unavailable, match="no decode engine"):
                 await cluster.generate(PROMPT, 4)
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_what_an_engine_can_never_hold_is_refused_by_name(tiny_model_dir: Path) -> None:
@@ -208,7 +209,7 @@ def test_what_an_engine_can_never_hold_is_refused_by_name(tiny_model_dir: Path) 
             with pytest.raises(InvalidRequest, match="512"):
                 await cluster.generate(PROMPT, 500)
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir:
                 assert (await cluster.status("prefill/0")).leases == 1
             await cluster.wait_until_empty()
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_another_incarnation_is_refused_on_both_services(tiny_model_dir: Path) -> None:
@@ -250,7 +251,7 @@ def test_another_incarnation_is_refused_on_both_services(tiny_model_dir: Path) -
                 await reader.write(kv_transfer_pb2.ReaderMessage(hello=greeting))
                 assert "another" in (await reader.read()).refused.reasons[0]
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -274,7 +275,7 @@ def test_no_bytes_from_a_peer_end_a_holder(tiny_model_dir: Path, seed: int) -> N
                         assert await stream.code() is not grpc.StatusCode.UNAVAILABLE  # the server itself is there
             assert await cluster.generate(PROMPT, 4) == expected
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_engines_with_different_caches_refuse_each_other_and_stay_up(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -293,7 +294,7 @@ def test_engines_with_different_caches_refuse_each_other_and_stay_up(tiny_model_
             assert len(await cluster.generate(PROMPT, 1)) == 1
             del cluster.nodes["decode/other"]
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_ticket_nobody_holds_fails_the_request_alone(tiny_model_dir: Path) -> None:
@@ -322,7 +323,7 @@ def test_a_ticket_nobody_holds_fails_the_request_alone(tiny_model_dir: Path) -> 
                         pass
             assert len(await cluster.generate(PROMPT, 4)) == 4
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_lease_that_ends_unread_frees_its_blocks(tiny_model_dir: Path) -> None:
@@ -341,7 +342,7 @@ def test_a_lease_that_ends_unread_frees_its_blocks(tiny_model_dir: Path) -> None
             assert events[-1].finish is FinishReason.PREFILLED
             await cluster.wait_until_empty()
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_decode_engines_learn_of_their_holders_before_any_request(tiny_model_dir: Path) -> None:
@@ -357,7 +358,7 @@ def test_decode_engines_learn_of_their_holders_before_any_request(tiny_model_dir
             assert choice.chosen == f"memory from {cluster.nodes['prefill/0'].address}"
             assert choice.reason == "first choice"
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir: Path) -> None:
@@ -374,7 +375,7 @@ def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir:
                     held.append(held_by_this_process())
             assert held[0] == held[1]
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def held_by_this_process() -> tuple[int, int, int]:
@@ -403,7 +404,7 @@ def test_the_deadline_ends_a_request_on_the_engine_itself(long_model_dir: Path) 
                 _ = [event async for event in engine.run(request, deadline)]
             await cluster.wait_until_empty()
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_no_table_grows_with_the_number_of_requests(tiny_model_dir: Path) -> None:
@@ -424,7 +425,7 @@ def test_no_table_grows_with_the_number_of_requests(tiny_model_dir: Path) -> Non
             assert sizes[0] == sizes[1]
             assert len(sizes[0]) > 40  # it looks at something
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def table_sizes(roots: Sequence[object]) -> dict[str, int]:
@@ -468,4 +469,4 @@ def test_an_engine_whose_loop_dies_tells_its_owner(tiny_model_dir: Path) -> None
         assert await heard is bug
         await node.stop()
 
-    asyncio.run(scenario())
+    run_async(scenario())

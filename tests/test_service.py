@@ -1,6 +1,5 @@
 """The whole service as its user meets it: real Ray, gRPC, HTTP and processes; a tiny model."""
 
-import asyncio
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ import pytest
 
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 from tests.local_cluster import eventually
+from tests.one_loop import run_async
 from tests.served import CLI, Served, cli, ray_head, served, shared_memory_files
 
 PROMPT = list(range(3, 40))
@@ -105,7 +105,7 @@ def test_http_and_grpc_give_the_same_tokens(service: Served) -> None:
     chunks = [json.loads(line) for line in lines[:-1]]
     streamed = [token for chunk in chunks for choice in chunk["choices"] for token in choice.get("token_ids") or []]
     assert len(streamed) == 12
-    assert whole["choices"][0]["token_ids"] == streamed == asyncio.run(over_grpc())
+    assert whole["choices"][0]["token_ids"] == streamed == run_async(over_grpc())
     assert whole["choices"][0]["text"] == "".join(c["text"] for chunk in chunks for c in chunk["choices"])
 
 
@@ -153,7 +153,7 @@ def test_a_client_killed_in_mid_stream_leaves_nothing(service: Served, door: str
     client.kill()
     client.wait()
     client.stdout.close()
-    asyncio.run(eventually(service.is_empty, "all blocks are free and no lease is left"))
+    run_async(eventually(service.is_empty, "all blocks are free and no lease is left"))
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -179,16 +179,16 @@ def test_a_stream_survives_the_kill_of_its_only_engine(service: Served, role: st
         after = {pool.role: pool.replaced for pool in (await service.status()).pools}
         assert after == before | {role: before[role] + 1}
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_two_services_on_one_host(service: Served, tiny_model_dir: Path) -> None:
-    expected = asyncio.run(service.tokens(PROMPT, 8, ignore_eos=True))
+    expected = run_async(service.tokens(PROMPT, 8, ignore_eos=True))
     with served("--model", str(tiny_model_dir)) as other:
         assert other.grpc_address != service.grpc_address
-        assert asyncio.run(other.tokens(PROMPT, 8, ignore_eos=True)) == expected
+        assert run_async(other.tokens(PROMPT, 8, ignore_eos=True)) == expected
         assert "stopped" in other.stop()
-    assert asyncio.run(service.tokens(PROMPT, 8, ignore_eos=True)) == expected
+    assert run_async(service.tokens(PROMPT, 8, ignore_eos=True)) == expected
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -209,7 +209,7 @@ def test_a_stop_in_mid_stream_leaves_no_process_and_no_shared_memory(long_model_
                 except grpc.aio.AioRpcError as error:
                     statuses.append((error.code(), error.details()))
 
-        streaming = threading.Thread(target=lambda: asyncio.run(client()))
+        streaming = threading.Thread(target=lambda: run_async(client()))
         streaming.start()
         assert first.wait(30)
         rest = service.stop(signum)
@@ -266,12 +266,12 @@ def test_doctor_names_what_is_wrong(tiny_model_dir: Path, service: Served) -> No
 def test_it_joins_a_running_ray_cluster_and_leaves_it_as_it_was(tiny_model_dir: Path) -> None:
     with ray_head() as (address, environment):
         with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
-            assert len(asyncio.run(service.tokens(PROMPT, 6, ignore_eos=True))) == 6
+            assert len(run_async(service.tokens(PROMPT, 6, ignore_eos=True))) == 6
             assert service.stop().splitlines() == ["stopping", "stopped"]
         actors = [p for p in psutil.process_iter(["cmdline"]) if "EngineActor" in " ".join(p.info["cmdline"] or [])]
         assert not [actor for actor in actors if address in " ".join(actor.cmdline())]
         with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
-            assert len(asyncio.run(service.tokens(PROMPT, 6, ignore_eos=True))) == 6  # its resources were given back
+            assert len(run_async(service.tokens(PROMPT, 6, ignore_eos=True))) == 6  # its resources were given back
 
 
 def test_a_ray_address_where_nobody_answers_is_named() -> None:
