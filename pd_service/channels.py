@@ -51,9 +51,20 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await end(task)
+    if not task.cancelled():
+        task.result()
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancels the task and returns when it has ended, however it did.
+
+    Not by awaiting it under a suppressed CancelledError: that would swallow a cancellation of the caller as well.
+    """
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()  # looked at, so that nobody reports it as forgotten
 
 
 async def write_all(outbox: asyncio.Queue[T | None], stream: Any) -> None:

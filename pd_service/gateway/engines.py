@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
 
 from pd_service import wire
-from pd_service.channels import EOF, beside, channel_options, write_all
+from pd_service.channels import EOF, beside, channel_options, end, write_all
 from pd_service.config import PROTOCOL_VERSION, Role
 from pd_service.errors import DeadlineExceeded, EngineLost, Unavailable
 from pd_service.request import EngineRequest, Load, RequestId, TokenEvent
@@ -157,9 +156,7 @@ class EngineClient:
             inbox.put_nowait(TokenEvent(request_id=request_id, error=error))
 
     async def close(self) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await end(self._task)
 
 
 class Directory:

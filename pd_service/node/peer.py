@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 import grpc
 import msgpack
 
-from pd_service.channels import EOF, beside, channel_options, write_all
+from pd_service.channels import EOF, beside, channel_options, end, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.errors import TransferFailed
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
@@ -161,7 +161,5 @@ class Peer:
         if self.plane is not None:
             await asyncio.to_thread(self.plane.close)  # it waits for running reads to let go
         if self.reading is not None:
-            self.reading.cancel()
-            with suppress(asyncio.CancelledError):
-                await self.reading
+            await end(self.reading)
         await self._open.aclose()

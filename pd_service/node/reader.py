@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from time import monotonic
 from typing import Any, TypeVar
 
+from pd_service.channels import end
 from pd_service.engine.messages import PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
@@ -216,9 +216,9 @@ class Reader:
         for request_id in list(self._claims):
             self.drop(request_id)
         for connecting in list(self._peers.values()):
-            connecting.cancel()
-            with suppress(asyncio.CancelledError, TransferFailed):
-                await (await connecting).close()  # with it end the pulls that read from it
+            await end(connecting)
+            if not connecting.cancelled() and connecting.exception() is None:
+                await connecting.result().close()  # with it end the pulls that read from it
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self._threads.shutdown()
