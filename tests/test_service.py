@@ -14,6 +14,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 from tests.local_cluster import eventually
@@ -156,6 +157,18 @@ def test_a_client_killed_in_mid_stream_leaves_nothing(service: Served, door: str
     run_async(eventually(service.is_empty, "all blocks are free and no lease is left"))
 
 
+async def health(service: Served) -> int:
+    async with service.channel() as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        return int(answer.status)
+
+
+async def is_down(service: Served) -> bool:
+    async with httpx.AsyncClient() as client:
+        over_http = (await client.get(f"{service.base_url}/health")).status_code
+    return over_http == 503 and await health(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_stream_survives_the_kill_of_its_only_engine(service: Served, role: str) -> None:
     async def scenario() -> None:
@@ -170,12 +183,14 @@ def test_a_stream_survives_the_kill_of_its_only_engine(service: Served, role: st
                 if victim.status.pid and len(tokens) > 5:
                     os.kill(victim.status.pid, signal.SIGKILL)
                     victim.status.pid = 0
+                    await eventually(lambda: is_down(service), "both health checks see the empty pool")
                 if response.HasField("finish"):
                     finish = response.finish
         assert tokens == expected
         assert finish is not None
         assert finish.retries >= (role == "decode")
         await eventually(service.is_empty, "the replacement is ready and nothing is held")
+        assert await health(service) == health_pb2.HealthCheckResponse.SERVING
         after = {pool.role: pool.replaced for pool in (await service.status()).pools}
         assert after == before | {role: before[role] + 1}
 

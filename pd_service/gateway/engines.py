@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -38,12 +38,12 @@ class EngineMember:
 
 
 class EngineClient:
-    def __init__(self, member: EngineMember, changed: asyncio.Event, holders: Sequence[EngineMember]) -> None:
+    def __init__(self, member: EngineMember, changed: Callable[[], None], holders: Sequence[EngineMember]) -> None:
         self.member = member
         self._holders = holders
         self.load = Load()
         self.is_connected = False
-        self._changed = changed  # set whenever an engine becomes usable
+        self._changed = changed  # called whenever this engine becomes usable, or ceases to be
         self._outbox: asyncio.Queue[pb.GatewayMessage | None] = asyncio.Queue()
         self._requests: dict[RequestId, asyncio.Queue[TokenEvent]] = {}
         self._unanswered: dict[RequestId, int] = {}
@@ -137,7 +137,7 @@ class EngineClient:
         self.load = wire.load_from_wire(hello.load)
         self.is_connected = True
         self.meet(self._holders)
-        self._changed.set()
+        self._changed()
 
     def _deliver(self, events: pb.StepEvents) -> None:
         self.load = wire.load_from_wire(events.load)
@@ -154,17 +154,21 @@ class EngineClient:
         for request_id, inbox in self._requests.items():
             error = EngineLost(f"{self.engine_id} was lost")
             inbox.put_nowait(TokenEvent(request_id=request_id, error=error))
+        self._changed()
 
     async def close(self) -> None:
         await end(self._task)
 
 
 class Directory:
-    """The engines there are, and a way to wait for one."""
+    """The engines there are, and a way to wait for one.
+
+    `changed` is the event of the next change, whatever it is: take it, look, then wait for it.
+    """
 
     def __init__(self) -> None:
         self._clients: dict[str, EngineClient] = {}
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         self._is_closing = False
 
     async def update(self, members: Sequence[EngineMember]) -> None:
@@ -176,8 +180,12 @@ class Directory:
         for client in self._clients.values():
             client.meet(holders)
         for key in wanted.keys() - self._clients.keys():
-            self._clients[key] = EngineClient(wanted[key], self._changed, holders)
+            self._clients[key] = EngineClient(wanted[key], self._notify, holders)
         await asyncio.gather(*(client.close() for client in closing))
+
+    def _notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def ready(self, role: Role) -> list[EngineClient]:
         """Connected engines that take this kind of work."""
@@ -193,8 +201,7 @@ class Directory:
         try:
             async with asyncio.timeout(timeout_s):
                 while not (ready := self.ready(role)):
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self.changed.wait()
         except TimeoutError as error:
             raise Unavailable(f"no {role} engine came within {timeout_s:g} s") from error
         return ready

@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 import uvicorn
 
-from pd_service.channels import Context, channel_options
+from pd_service.channels import Context, channel_options, end
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import InvalidRequest
 from pd_service.gateway.doors import Doors
@@ -87,6 +87,7 @@ class Gateway:
         self._http_server = _Uvicorn(config)
         self._serving = asyncio.create_task(self._http_server.serve(sockets=[self._doors.http_socket]))
         self._following = asyncio.create_task(self._follow(admin_address))
+        self._reporting = asyncio.create_task(self._report_health())
 
     async def _follow(self, admin_address: str) -> None:
         """Takes over each membership; while the controller is away the last one stays in use."""
@@ -106,13 +107,20 @@ class Gateway:
         roles: tuple[Role, ...] = ("prefill", "decode")
         for role in roles:
             await self.directory.wait_for(role, timeout_s=float("inf"))
-        await self._health.report(is_serving=True)
+
+    async def _report_health(self) -> None:
+        """grpc.health.v1 says what /health says."""
+        while True:
+            changed = self.directory.changed
+            await self._health.report(is_serving=self.unready_reason() is None)
+            await changed.wait()
 
     async def stop(self) -> None:
         """Takes nothing new; streams that have not ended after a short grace end with UNAVAILABLE. Twice is once."""
         if self._is_stopped:
             return
         self._is_stopped = True
+        await end(self._reporting)
         await self._health.report(is_serving=False)
         self._http_server.should_exit = True
         stopping = asyncio.ensure_future(self._doors.grpc_server.stop(2 * STOP_GRACE_S))
