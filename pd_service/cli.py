@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -128,6 +129,11 @@ async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConf
         await asyncio.Event().wait()  # until cancelled
 
 
+def _own_command() -> str:
+    """How another terminal can call this program: by name if it is on the path there, else by its place."""
+    return "pd-service" if shutil.which("pd-service") else str(Path(sys.executable).with_name("pd-service"))
+
+
 @contextlib.contextmanager
 def _progress_line() -> Iterator[Callable[[str], None]]:
     """On a terminal one line that changes; elsewhere a line for each new message."""
@@ -149,7 +155,7 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
 def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse) -> None:
     console.print(views.choices_table(status))
     console.print("Try it from another terminal:", style="bold")
-    console.print(f'  pd-service generate "Why is the sky blue?" --address {gateway.grpc_address}', soft_wrap=True)
+    console.print(f'  {_own_command()} generate "Why is the sky blue?" --address {gateway.grpc_address}', soft_wrap=True)
     body = f'{{"model": "{status.model}", "prompt": "The sea is", "max_tokens": 32}}'
     console.print(
         f"  curl http://{gateway.http_address}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
