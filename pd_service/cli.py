@@ -155,7 +155,8 @@ def _progress_line() -> Iterator[Callable[[str], None]]:
 def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse) -> None:
     console.print(views.choices_table(status))
     console.print("Try it from another terminal:", style="bold")
-    console.print(f'  {_own_command()} generate "Why is the sky blue?" --address {gateway.grpc_address}', soft_wrap=True)
+    command = f'{_own_command()} generate "Why is the sky blue?" --address {gateway.grpc_address}'
+    console.print(f"  {command}", soft_wrap=True)
     body = f'{{"model": "{status.model}", "prompt": "The sea is", "max_tokens": 32}}'
     console.print(
         f"  curl http://{gateway.http_address}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
