@@ -1,0 +1,367 @@
+"""What the bookkeeping of blocks costs, beside vLLM's in the same run when its Python is given.
+
+64 requests at a time, each a prompt of 512 tokens (one allocation: the budget of a step is 512 tokens, longer prompts
+come in chunks of it) and 256 decode steps of one token. They start one after the other, and a finished request is
+freed and replaced in the next step, so that a step mixes prompts, decodes and frees. Both sides get the same calls in
+the same order, and as many blocks. Measured is the time inside `allocate_slots` alone, step by step; what a scheduler
+does around it is not, and garbage collection is off, which favours whoever makes more objects. Repetitions of all rows
+and both sides take turns, since the speed of a shared machine drifts; a ratio is the median of the turns' ratios.
+
+The cost of a decode step must not depend on the length of a request, and the operators' tables of 256 requests of
+8,192 tokens are held to a millisecond.
+
+    python -m benchmarks.kv_cache --json --peer-python /path/to/vllm/bin/python
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kv_cache_workload import STEP_TOKENS, Call, Step, Workload, chunks_of, num_calls, steps_of
+from benchmarks.report import Bar, arguments, publish
+from kv_cache import (
+    CacheEntry,
+    KVCacheManager,
+    LayerCacheInfo,
+    ModelCacheInfo,
+    calculate_block_num,
+    create_single_type_managers,
+    prepare_block_tables,
+    prepare_slot_mapping,
+)
+
+WINDOW = 128
+REPETITIONS = 9
+TABLE_REQUESTS, TABLE_TOKENS, TABLE_BLOCK_SIZE, TABLE_REPETITIONS = 256, 8192, 128, 101
+AIM_RATIO, AIM_LENGTH_RATIO, AIM_TABLES_MS = 3.0, 1.2, 1.0
+PEER_SCRIPT = Path(__file__).with_name("kv_cache_peer.py")
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One workload on one cache: full attention, and a sliding window beside it if one is given; in tokens."""
+
+    block_size: int
+    sliding_window: int | None = None
+    workload: Workload = field(default_factory=Workload)
+
+    @property
+    def name(self) -> str:
+        return f"full{'' if self.sliding_window is None else ' + sliding'}, block size {self.block_size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One repetition, one side: nanoseconds of each kind of call, and the most blocks held after any step."""
+
+    prefill_ns: int
+    decode_ns: int
+    free_ns: int
+    max_blocks: int
+
+
+ROWS = [Row(block_size=size, sliding_window=window) for window in (None, WINDOW) for size in (16, 128)]
+LENGTH_ROWS = [  # pairs of a short and a long one
+    (
+        Row(block_size=16, sliding_window=window, workload=Workload(rounds=1)),
+        Row(block_size=16, sliding_window=window, workload=Workload(rounds=1, prompt_tokens=8192)),
+    )
+    for window in (None, WINDOW)
+]
+TABLE_ROWS = [
+    Row(
+        block_size=TABLE_BLOCK_SIZE,
+        sliding_window=window,
+        workload=Workload(concurrency=TABLE_REQUESTS, rounds=1, prompt_tokens=TABLE_TOKENS, decode_steps=0),
+    )
+    for window in (None, WINDOW)
+]
+
+
+# ---- our side
+
+
+def cache_info(block_size: int, sliding_window: int | None) -> ModelCacheInfo:
+    entries = [_entry("full", "FullAttention", None)]
+    if sliding_window is not None:
+        entries.append(_entry("sliding", "SlidingWindow", sliding_window))
+    return ModelCacheInfo(
+        num_layers=1, block_size=block_size, layer_infos=[LayerCacheInfo(layer_idx=0, caches=entries)]
+    )
+
+
+def block_nums(row: Row) -> dict[str, int]:
+    return calculate_block_num(
+        cache_info(row.block_size, row.sliding_window),
+        max_concurrency=row.workload.concurrency,
+        max_model_len=row.workload.max_model_len,
+        max_step_tokens=STEP_TOKENS,
+    )
+
+
+def make_manager(row: Row) -> KVCacheManager:
+    info, max_model_len = cache_info(row.block_size, row.sliding_window), row.workload.max_model_len
+    managers = create_single_type_managers(info, block_nums(row), max_model_len)
+    return KVCacheManager(managers, info, max_model_len, max_step_tokens=STEP_TOKENS)
+
+
+def measure_ours(row: Row, steps: Sequence[Step]) -> Measured:
+    """One repetition on a new manager. Raises RuntimeError when a call was refused or blocks are left."""
+    manager = make_manager(row)
+    num_free = sum(manager.num_free_blocks().values())
+    prefill_ns = decode_ns = free_ns = max_blocks = 0
+    with _no_collection():
+        for step in steps:
+            free_ns += _free(manager, step.finished)
+            prefill_ns += _allocate(manager, step.prefill)
+            decode_ns += _allocate(manager, step.decode)
+            max_blocks = max(max_blocks, num_free - sum(manager.num_free_blocks().values()))
+    if sum(manager.num_free_blocks().values()) != num_free:
+        raise RuntimeError(f"{row.name}: blocks are left after the last request")
+    return Measured(prefill_ns=prefill_ns, decode_ns=decode_ns, free_ns=free_ns, max_blocks=max_blocks)
+
+
+def _entry(name: str, attn_type: str, sliding_window: int | None) -> CacheEntry:
+    return CacheEntry(
+        cache_name=name,
+        attn_type=attn_type,
+        dim=64,
+        num_head=1,
+        dtype=torch.float32,
+        tensor_setter=lambda tensor: None,
+        sliding_window=sliding_window,
+    )
+
+
+def _allocate(manager: KVCacheManager, calls: Sequence[Call]) -> int:
+    """Nanoseconds of the calls. Raises RuntimeError when one was refused."""
+    batch = [(_request_id(call.request), call.num_computed, call.num_new) for call in calls]
+    allocate_slots = manager.allocate_slots
+    start = time.perf_counter_ns()
+    answers = [allocate_slots(request_id, num_computed, num_new) for request_id, num_computed, num_new in batch]
+    spent = time.perf_counter_ns() - start
+    if not all(answers):
+        raise RuntimeError(f"an allocation was refused, free blocks: {manager.num_free_blocks()}")
+    return spent
+
+
+def _free(manager: KVCacheManager, requests: Sequence[int]) -> int:
+    request_ids = [_request_id(request) for request in requests]
+    start = time.perf_counter_ns()
+    for request_id in request_ids:
+        manager.free(request_id)
+    return time.perf_counter_ns() - start
+
+
+def _request_id(request: int) -> str:
+    return f"request-{request}"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# ---- the peer's side
+
+
+class Peer:
+    """A process of vLLM's Python that measures one repetition per line, see `kv_cache_peer.py`."""
+
+    def __init__(self, python: str) -> None:
+        self._process = subprocess.Popen(
+            [python, "-I", str(PEER_SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version: str = self._answer()["version"]
+
+    def measure(self, row: Row, steps: Sequence[Step]) -> Measured:
+        """Raises RuntimeError when the peer ends instead."""
+        task = {
+            "block_size": row.block_size,
+            "sliding_window": row.sliding_window,
+            "num_blocks": sum(block_nums(row).values()),  # one pool for all its groups
+            "max_model_len": row.workload.max_model_len,
+            "prompt_tokens": row.workload.prompt_tokens,
+            "steps": steps,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return Measured(**self._answer())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        raise RuntimeError(f"the peer ended with exit code {self._process.wait()}; its last words are on stderr")
+
+
+# ---- rounds
+
+
+Sides = dict[str, list[Measured]]  # "ours" and, with a peer, "vLLM": one entry per repetition
+
+
+def measure_rows(rows: Sequence[Row], peer: Peer | None) -> dict[Row, Sides]:
+    """All rows and both sides in turn, one repetition that does not count and then `REPETITIONS`."""
+    sides: dict[str, Callable[[Row, Sequence[Step]], Measured]] = {"ours": measure_ours}
+    if peer is not None:
+        sides["vLLM"] = peer.measure
+    steps = {row: steps_of(row.workload) for row in rows}
+    measured: dict[Row, Sides] = {row: {side: [] for side in sides} for row in rows}
+    for repetition in range(REPETITIONS + 1):
+        for row in rows:
+            for side, measure in sides.items():
+                figures = measure(row, steps[row])
+                if repetition > 0:
+                    measured[row][side].append(figures)
+    return measured
+
+
+def measure_tables(row: Row) -> dict[str, float]:
+    """Milliseconds of the inputs of one decode step of all requests: tables, slots, and the copies they start from."""
+    manager = make_manager(row)
+    request_ids = [_request_id(request) for request in range(row.workload.concurrency)]
+    for request_id in request_ids:
+        for num_computed, num_new in chunks_of(row.workload.prompt_tokens):
+            manager.allocate_slots(request_id, num_computed, num_new)
+    positions, query_lens = [row.workload.prompt_tokens - 1] * len(request_ids), [1] * len(request_ids)
+    block_ids = [manager.get_block_ids(request_id) for request_id in request_ids]
+    tables = prepare_block_tables(block_ids)
+    return {
+        "tables_ms": _median_ms(lambda: prepare_block_tables(block_ids)),
+        "slots_ms": _median_ms(lambda: prepare_slot_mapping(positions, query_lens, tables, row.block_size)),
+        "block_ids_ms": _median_ms(lambda: [manager.get_block_ids(request_id) for request_id in request_ids]),
+    }
+
+
+def _median_ms(work: Callable[[], object]) -> float:
+    times = []
+    with _no_collection():
+        for _ in range(TABLE_REPETITIONS):
+            start = time.perf_counter_ns()
+            work()
+            times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1e6
+
+
+# ---- report
+
+
+def ns_per_call(row: Row, repetition: Measured) -> float:
+    """Prompts and decodes together."""
+    return (repetition.prefill_ns + repetition.decode_ns) / sum(num_calls(steps_of(row.workload)))
+
+
+def ns_per_decode(row: Row, repetition: Measured) -> float:
+    return repetition.decode_ns / num_calls(steps_of(row.workload))[1]
+
+
+def row_bars(row: Row, sides: Sides) -> list[Bar]:
+    """Our nanoseconds, and our rate in vLLM's if it took part."""
+    per_call = {side: [ns_per_call(row, one) for one in repetitions] for side, repetitions in sides.items()}
+    blocks = ", ".join(f"{side} {repetitions[0].max_blocks}" for side, repetitions in sides.items())
+    ours = statistics.median(per_call["ours"])
+    bars = [Bar(name=f"allocate_slots, {row.name}", value=ours, unit="ns", note=f"most blocks held: {blocks}")]
+    if "vLLM" in per_call:
+        ratio = statistics.median(v / o for o, v in zip(per_call["ours"], per_call["vLLM"], strict=True))
+        note = f"vLLM {statistics.median(per_call['vLLM']):.0f} ns"
+        bars.append(Bar(name=f"rate / vLLM's, {row.name}", value=ratio, aim=AIM_RATIO, note=note))
+    return bars
+
+
+def length_bar(short: Row, long: Row, measured: dict[Row, Sides], side: str) -> Bar:
+    """How much more a decode step costs a long request; only ours is held to the aim."""
+    of_short = [ns_per_decode(short, one) for one in measured[short][side]]
+    of_long = [ns_per_decode(long, one) for one in measured[long][side]]
+    return Bar(
+        name=f"decode step at {long.workload.prompt_tokens} / {short.workload.prompt_tokens} tokens, {short.name}"
+        + ("" if side == "ours" else f", {side}"),
+        value=statistics.median(b / a for a, b in zip(of_short, of_long, strict=True)),
+        aim=AIM_LENGTH_RATIO if side == "ours" else None,
+        better="lower",
+        note=f"{statistics.median(of_long):.0f} / {statistics.median(of_short):.0f} ns",
+    )
+
+
+def table_bar(row: Row, times: dict[str, float]) -> Bar:
+    return Bar(
+        name=f"block tables of {TABLE_REQUESTS} requests of {TABLE_TOKENS} tokens, {row.name}",
+        value=times["tables_ms"],
+        aim=AIM_TABLES_MS,
+        better="lower",
+        unit="ms",
+        note=f"slots of a decode step {times['slots_ms']:.3f} ms, get_block_ids {times['block_ids_ms']:.3f} ms",
+    )
+
+
+def run(peer: Peer | None) -> tuple[list[Bar], dict[str, object]]:
+    """The bars and the figures behind them."""
+    length_rows = [row for pair in LENGTH_ROWS for row in pair]
+    measured = measure_rows([*ROWS, *length_rows], peer)
+    bars = [bar for row in ROWS for bar in row_bars(row, measured[row])]
+    sides = list(measured[ROWS[0]])
+    bars += [length_bar(short, long, measured, side) for short, long in LENGTH_ROWS for side in sides]
+    tables = {row: measure_tables(row) for row in TABLE_ROWS}
+    bars += [table_bar(row, times) for row, times in tables.items()]
+    details: dict[str, object] = {
+        "rows": [
+            asdict(row) | {side: [asdict(one) for one in repetitions] for side, repetitions in sides.items()}
+            for row, sides in measured.items()
+        ],
+        "tables": [asdict(row) | times for row, times in tables.items()],
+    }
+    return bars, details
+
+
+def main() -> int:
+    parser = arguments("Cost of allocating blocks and of building the operators' tables.")
+    parser.add_argument("--peer-python", help="a Python with vLLM, to be measured beside ours (default: ours alone)")
+    options = parser.parse_args()
+    load = os.getloadavg()
+    try:
+        with ExitStack() as stack:
+            peer = None
+            if options.peer_python is not None:
+                peer = stack.enter_context(closing(Peer(options.peer_python)))
+            bars, details = run(peer)
+    except (OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+    against = "without a peer, see --peer-python" if peer is None else f"beside vLLM {peer.version}"
+    machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "load_at_start": load}
+    versions = {"python": platform.python_version(), "vllm": None if peer is None else peer.version}
+    return publish(f"Block bookkeeping, {against}", bars, as_json=options.json, details=machine | versions | details)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
