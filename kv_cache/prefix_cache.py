@@ -34,6 +34,7 @@ class ContentNode:
     parent: ContentNode | None
     key: bytes
     token_ids: tuple[int, ...]
+    salt: str
     num_uses: int = 0
 
 
@@ -128,7 +129,7 @@ class PrefixCache:
     def _child(self, parent: ContentNode, token_ids: tuple[int, ...]) -> ContentNode:
         node = self._find_child(parent, token_ids)
         if node is None:
-            node = ContentNode(parent, self._key(parent, token_ids), token_ids)
+            node = ContentNode(parent, self._key(parent, token_ids), token_ids, parent.salt)
             self._index.setdefault(node.key, []).append(node)
             parent.num_uses += 1
         return node
@@ -140,12 +141,12 @@ class PrefixCache:
         if salt not in self._roots:
             fingerprint = self._fingerprint.encode()
             content = struct.pack("<q", len(fingerprint)) + fingerprint + salt.encode()
-            self._roots[salt] = ContentNode(None, self._hash(content), ())
+            self._roots[salt] = ContentNode(None, self._hash(content), (), salt)
         return self._roots[salt]
 
     def _forget(self, node: ContentNode) -> None:
         if node.parent is None:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+            del self._roots[node.salt]
             return
         same_key = self._index[node.key]
         same_key.remove(node)

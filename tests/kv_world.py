@@ -193,11 +193,10 @@ class World:
         """Of each group, the blocks that can be found, by the marker of their last token."""
         found: dict[str, dict[Marker, int]] = {}
         assert self.cache is not None
-        salt_of = {id(root): salt for salt, root in self.cache._roots.items()}
         for group in self.groups:
             pool = self.kv.managers[group.key].block_pool
             assert isinstance(pool, CachingBlockPool)
-            found[group.key] = {_marker(node, salt_of): pool._block_of[node] for node in pool.nodes()}
+            found[group.key] = {_marker(node): pool._block_of[node] for node in pool.nodes()}
             assert len(found[group.key]) == len(list(pool.nodes())), "one content is held twice"
         return found
 
@@ -330,9 +329,10 @@ class World:
                 assert seen < first[key] or self.marks[key, slot] == (life.salt, life.tokens[: seen + 1])
 
 
-def _marker(node: ContentNode, salt_of: dict[int, str]) -> Marker:
+def _marker(node: ContentNode) -> Marker:
+    salt = node.salt
     tokens: tuple[int, ...] = ()
     while node.parent is not None:
         tokens = node.token_ids + tokens
         node = node.parent
-    return salt_of[id(node)], tokens
+    return salt, tokens

@@ -41,7 +41,10 @@ def test_a_true_description_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (info_of([new_entry("Linear")]), r"layer 0, cache 'Linear_cache': unknown attn_type 'Linear', known: \['Chunked"),
+        (
+            info_of([new_entry("Linear")]),
+            r"layer 0, cache 'Linear_cache': unknown attn_type 'Linear', known: \['Ch",
+        ),
         (info_of([new_entry("FullAttention")] * 2), r"layer 0: caches \['FullAttention_cache'\] are defined more than"),
         (info_of([new_entry("FullAttention")], num_layers=2), "num_layers is 2, but 1 layers"),
         (info_of([new_entry("FullAttention")], block_size=0), "block_size 0 must be at least 1"),
