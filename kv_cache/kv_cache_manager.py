@@ -29,10 +29,11 @@ from kv_cache.single_type_kv_cache_manager import Holder, SingleTypeKVCacheManag
 
 @dataclass(slots=True)
 class _Room:
-    """Of a request: the tokens its tables cover, and how many computed ones the next reclaim waits for."""
+    """Of a request: tokens its tables cover; computed ones the next reclaim waits for; those in findable blocks."""
 
     num_tokens: int
     next_reclaim: int
+    num_fixed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +105,12 @@ class KVCacheManager:
         that has been evicted since is refused with False as well, then look it up again.
 
         Raises ValueError, and changes nothing, for an empty id, no new tokens, more than `max_step_tokens`, computed
-        tokens that the request's blocks do not cover, or a pull that still writes into them.
+        tokens that the request's blocks do not cover, new tokens among those committed, or a pull that still writes.
         """
         room = self._rooms.get(request_id)
         if (
             room is not None
-            and 0 <= computed_tokens < room.next_reclaim
+            and room.num_fixed <= computed_tokens < room.next_reclaim
             and num_new_tokens > 0 <= lookahead_tokens
             and num_new_tokens + lookahead_tokens <= self.max_step_tokens
             and computed_tokens + num_new_tokens + lookahead_tokens <= room.num_tokens
@@ -126,6 +127,8 @@ class KVCacheManager:
             )
         if request_id in self._pull_of:
             raise ValueError(f"a pull still writes into the blocks of request {request_id!r}")
+        if room and computed_tokens < room.num_fixed:
+            raise ValueError(f"the first {room.num_fixed} tokens of request {request_id!r} are shared or may be")
         return self._allocate(request_id, computed_tokens, num_new_tokens + lookahead_tokens, prefix)
 
     def allocate_received_slots(
@@ -178,6 +181,7 @@ class KVCacheManager:
                 block = self.managers[key].req_to_blocks[request_id][index]
                 if block != pool.null_block:
                     pool.register(block, node)
+            self._rooms[request_id].num_fixed = (index + 1) * block_size
 
     def lease(self, request_id: str, lease_id: str) -> None:
         """The request is over, and its blocks, of every type, belong to the lease from now on.
@@ -373,6 +377,8 @@ class KVCacheManager:
         for manager, need in zip(self.managers.values(), needs, strict=True):
             manager.allocate_new_blocks(request_id, need.num_new, num_tokens)
         self._note_room(request_id, num_computed, num_tokens)
+        if prefix is not None:
+            self._rooms[request_id].num_fixed = prefix.num_tokens
         return True
 
     def _start_with(self, request_id: str, prefix: PrefixHit, needs: Sequence[_Need]) -> None:
@@ -384,7 +390,7 @@ class KVCacheManager:
 
     def _note_room(self, request_id: str, num_computed: int, num_tokens: int) -> None:
         block_size = self.cache_info.block_size
-        room = self._rooms.setdefault(request_id, _Room(0, 0))
+        room = self._rooms.setdefault(request_id, _Room(0, 0, 0))
         room.num_tokens = max(room.num_tokens, -(-num_tokens // block_size) * block_size)
         room.next_reclaim = min(manager.get_next_reclaim(num_computed) for manager in self.managers.values())
 

@@ -111,6 +111,7 @@ MUTANTS = (
         "free does not wait for the pull", MANAGER, "if pull_id := self._pull_of.pop(request_id, None):", "if False:"
     ),
     Mutant("request grows under a pull", MANAGER, "self._rooms[request_id].next_reclaim = 0", "pass"),
+    Mutant("shared content written again", MANAGER, "room.num_fixed <= computed_tokens <", "0 <= computed_tokens <"),
     Mutant("double free of cached content", PREFIX, "if not self._unused.keys().isdisjoint(real):", "if False:"),
     Mutant("received head gets real blocks", SINGLE, "max(num_existing, num_skipped))", "num_existing)"),
     Mutant(

@@ -240,3 +240,17 @@ def test_a_freed_shared_block_cannot_be_freed_again() -> None:
         with pytest.raises(ValueError, match="double free"):
             pool.free_blocks(blocks)
     kv.check()
+
+
+def test_what_others_may_share_is_never_written_again() -> None:
+    kv = new_cached({"FullAttention": 20, "SlidingWindow": 20})
+    for request_id in ("a", "b"):
+        run(kv, request_id, PROMPT)
+        for computed in (0, 8, 15):
+            with pytest.raises(ValueError, match=r"first 16 tokens of request .* are shared"):
+                kv.allocate_slots(request_id, computed, 1)
+        assert kv.allocate_slots(request_id, 16, 1)
+    assert kv.allocate_slots("c", 16, 1, prefix=kv.find_prefix(PROMPT))
+    with pytest.raises(ValueError, match="are shared"):
+        kv.allocate_slots("c", 15, 1)
+    kv.check()
