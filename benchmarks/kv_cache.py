@@ -7,6 +7,19 @@ the same order, and as many blocks. Measured is the time inside `allocate_slots`
 does around it is not, and garbage collection is off, which favours whoever makes more objects. Repetitions of all rows
 and both sides take turns, since the speed of a shared machine drifts; a ratio is the median of the turns' ratios.
 
+With a prefix cache, both sides get the same token ids, outputs included; every other request begins with 256 tokens of
+an earlier one. Measured, per `allocate_slots`, is then all that a request costs from its tokens to findable content:
+
+              ours                                            vLLM
+    prompt    find_prefix, allocate_slots with the hit        its block hasher, get_computed_blocks, allocate_slots
+    decode    allocate_slots                                  its block hasher, allocate_slots
+    after     commit, of every request in every step          nothing: allocate_slots commits
+
+Appending a token to a request's list is on neither clock. The sides differ where each does more than the other: vLLM
+hashes a block once (SHA-256 over a pickle, its default) and keeps the hashes, ours hashes a prompt to find it and again
+to commit it; ours confirms a hit by its tokens, vLLM trusts the hash; ours commits computed content in a call of its
+own, vLLM before it is computed, in a call it makes anyway. Hit tokens of both sides stand beside the figures.
+
 The cost of a decode step must not depend on the length of a request, and the operators' tables of 256 requests of
 8,192 tokens are held to a millisecond.
 
@@ -15,7 +28,6 @@ The cost of a decode step must not depend on the length of a request, and the op
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -23,26 +35,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.kv_cache_workload import STEP_TOKENS, Call, Step, Workload, chunks_of, num_calls, steps_of
+from benchmarks.kv_cache_ours import Measured, Row, block_nums, make_manager, measure_ours, no_collection, request_name
+from benchmarks.kv_cache_workload import Step, Workload, chunks_of, num_calls, steps_of, tokens_of
 from benchmarks.report import Bar, arguments, publish
-from kv_cache import (
-    CacheEntry,
-    KVCacheManager,
-    LayerCacheInfo,
-    ModelCacheInfo,
-    calculate_block_num,
-    create_single_type_managers,
-    prepare_block_tables,
-    prepare_slot_mapping,
-)
+from kv_cache import prepare_block_tables, prepare_slot_mapping
 
 WINDOW = 128
 REPETITIONS = 9
@@ -52,30 +54,12 @@ PEER_SCRIPT = Path(__file__).with_name("kv_cache_peer.py")
 STOP_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One workload on one cache: full attention, and a sliding window beside it if one is given; in tokens."""
-
-    block_size: int
-    sliding_window: int | None = None
-    workload: Workload = field(default_factory=Workload)
-
-    @property
-    def name(self) -> str:
-        return f"full{'' if self.sliding_window is None else ' + sliding'}, block size {self.block_size}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One repetition, one side: nanoseconds of each kind of call, and the most blocks held after any step."""
-
-    prefill_ns: int
-    decode_ns: int
-    free_ns: int
-    max_blocks: int
-
-
-ROWS = [Row(block_size=size, sliding_window=window) for window in (None, WINDOW) for size in (16, 128)]
+ROWS = [
+    Row(block_size=size, sliding_window=window, prefix_cache=cached)
+    for cached in (False, True)
+    for window in (None, WINDOW)
+    for size in (16, 128)
+]
 LENGTH_ROWS = [  # pairs of a short and a long one
     (
         Row(block_size=16, sliding_window=window, workload=Workload(rounds=1)),
@@ -91,95 +75,6 @@ TABLE_ROWS = [
     )
     for window in (None, WINDOW)
 ]
-
-
-# ---- our side
-
-
-def cache_info(block_size: int, sliding_window: int | None) -> ModelCacheInfo:
-    entries = [_entry("full", "FullAttention", None)]
-    if sliding_window is not None:
-        entries.append(_entry("sliding", "SlidingWindow", sliding_window))
-    return ModelCacheInfo(
-        num_layers=1, block_size=block_size, layer_infos=[LayerCacheInfo(layer_idx=0, caches=entries)]
-    )
-
-
-def block_nums(row: Row) -> dict[str, int]:
-    return calculate_block_num(
-        cache_info(row.block_size, row.sliding_window),
-        max_concurrency=row.workload.concurrency,
-        max_model_len=row.workload.max_model_len,
-        max_step_tokens=STEP_TOKENS,
-    )
-
-
-def make_manager(row: Row) -> KVCacheManager:
-    info, max_model_len = cache_info(row.block_size, row.sliding_window), row.workload.max_model_len
-    managers = create_single_type_managers(info, block_nums(row), max_model_len)
-    return KVCacheManager(managers, info, max_model_len, max_step_tokens=STEP_TOKENS)
-
-
-def measure_ours(row: Row, steps: Sequence[Step]) -> Measured:
-    """One repetition on a new manager. Raises RuntimeError when a call was refused or blocks are left."""
-    manager = make_manager(row)
-    num_free = sum(manager.num_free_blocks().values())
-    prefill_ns = decode_ns = free_ns = max_blocks = 0
-    with _no_collection():
-        for step in steps:
-            free_ns += _free(manager, step.finished)
-            prefill_ns += _allocate(manager, step.prefill)
-            decode_ns += _allocate(manager, step.decode)
-            max_blocks = max(max_blocks, num_free - sum(manager.num_free_blocks().values()))
-    if sum(manager.num_free_blocks().values()) != num_free:
-        raise RuntimeError(f"{row.name}: blocks are left after the last request")
-    return Measured(prefill_ns=prefill_ns, decode_ns=decode_ns, free_ns=free_ns, max_blocks=max_blocks)
-
-
-def _entry(name: str, attn_type: str, sliding_window: int | None) -> CacheEntry:
-    return CacheEntry(
-        cache_name=name,
-        attn_type=attn_type,
-        dim=64,
-        num_head=1,
-        dtype=torch.float32,
-        tensor_setter=lambda tensor: None,
-        sliding_window=sliding_window,
-    )
-
-
-def _allocate(manager: KVCacheManager, calls: Sequence[Call]) -> int:
-    """Nanoseconds of the calls. Raises RuntimeError when one was refused."""
-    batch = [(_request_id(call.request), call.num_computed, call.num_new) for call in calls]
-    allocate_slots = manager.allocate_slots
-    start = time.perf_counter_ns()
-    answers = [allocate_slots(request_id, num_computed, num_new) for request_id, num_computed, num_new in batch]
-    spent = time.perf_counter_ns() - start
-    if not all(answers):
-        raise RuntimeError(f"an allocation was refused, free blocks: {manager.num_free_blocks()}")
-    return spent
-
-
-def _free(manager: KVCacheManager, requests: Sequence[int]) -> int:
-    request_ids = [_request_id(request) for request in requests]
-    start = time.perf_counter_ns()
-    for request_id in request_ids:
-        manager.free(request_id)
-    return time.perf_counter_ns() - start
-
-
-def _request_id(request: int) -> str:
-    return f"request-{request}"
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 # ---- the peer's side
@@ -202,6 +97,8 @@ class Peer:
             "num_blocks": sum(block_nums(row).values()),  # one pool for all its groups
             "max_model_len": row.workload.max_model_len,
             "prompt_tokens": row.workload.prompt_tokens,
+            "prefix_cache": row.prefix_cache,
+            "tokens": tokens_of(row.workload),
             "steps": steps,
         }
         assert self._process.stdin is not None
@@ -251,7 +148,7 @@ def measure_rows(rows: Sequence[Row], peer: Peer | None) -> dict[Row, Sides]:
 def measure_tables(row: Row) -> dict[str, float]:
     """Milliseconds of the inputs of one decode step of all requests: tables, slots, and the copies they start from."""
     manager = make_manager(row)
-    request_ids = [_request_id(request) for request in range(row.workload.concurrency)]
+    request_ids = [request_name(request) for request in range(row.workload.concurrency)]
     for request_id in request_ids:
         for num_computed, num_new in chunks_of(row.workload.prompt_tokens):
             manager.allocate_slots(request_id, num_computed, num_new)
@@ -267,7 +164,7 @@ def measure_tables(row: Row) -> dict[str, float]:
 
 def _median_ms(work: Callable[[], object]) -> float:
     times = []
-    with _no_collection():
+    with no_collection():
         for _ in range(TABLE_REPETITIONS):
             start = time.perf_counter_ns()
             work()
@@ -279,8 +176,10 @@ def _median_ms(work: Callable[[], object]) -> float:
 
 
 def ns_per_call(row: Row, repetition: Measured) -> float:
-    """Prompts and decodes together."""
-    return (repetition.prefill_ns + repetition.decode_ns) / sum(num_calls(steps_of(row.workload)))
+    """Prompts and decodes together, and what content costs around them."""
+    return (repetition.prefill_ns + repetition.decode_ns + repetition.content_ns) / sum(
+        num_calls(steps_of(row.workload))
+    )
 
 
 def ns_per_decode(row: Row, repetition: Measured) -> float:
@@ -292,7 +191,10 @@ def row_bars(row: Row, sides: Sides) -> list[Bar]:
     per_call = {side: [ns_per_call(row, one) for one in repetitions] for side, repetitions in sides.items()}
     blocks = ", ".join(f"{side} {repetitions[0].max_blocks}" for side, repetitions in sides.items())
     ours = statistics.median(per_call["ours"])
-    bars = [Bar(name=f"allocate_slots, {row.name}", value=ours, unit="ns", note=f"most blocks held: {blocks}")]
+    note = f"most blocks held: {blocks}"
+    if row.prefix_cache:
+        note += f"; hit tokens: {', '.join(f'{side} {all_[0].hit_tokens}' for side, all_ in sides.items())}"
+    bars = [Bar(name=f"allocate_slots, {row.name}", value=ours, unit="ns", note=note)]
     if "vLLM" in per_call:
         ratio = statistics.median(v / o for o, v in zip(per_call["ours"], per_call["vLLM"], strict=True))
         note = f"vLLM {statistics.median(per_call['vLLM']):.0f} ns"

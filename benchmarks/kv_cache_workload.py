@@ -13,11 +13,15 @@ other step by step, each with as many computed tokens as all before it made.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 STEP_TOKENS = 512  # budget of one step of one request
+SHARED_TOKENS = 256
+SHARE_AMONG = 16  # a prefix comes from one of so many requests before: recent enough that nobody has evicted it
+VOCABULARY = 128_000
 
 
 class Call(NamedTuple):
@@ -77,3 +81,19 @@ def num_calls(steps: Sequence[Step]) -> tuple[int, int]:
 def chunks_of(num_tokens: int) -> list[tuple[int, int]]:
     """(computed, new) of a prompt's allocations."""
     return [(start, min(STEP_TOKENS, num_tokens - start)) for start in range(0, num_tokens, STEP_TOKENS)]
+
+
+def tokens_of(workload: Workload) -> list[list[int]]:
+    """The token ids of each request, prompt and output: the same in every process.
+
+    Every second request begins like one of the requests shortly before it, the others are new.
+    """
+    random_ = random.Random(0)
+    requests: list[list[int]] = []
+    for i in range(workload.concurrency * workload.rounds):
+        tokens = [random_.randrange(VOCABULARY) for _ in range(workload.max_model_len)]
+        if i % 2:
+            num_shared = min(SHARED_TOKENS, workload.prompt_tokens)
+            tokens[:num_shared] = requests[random_.randrange(max(0, i - SHARE_AMONG), i)][:num_shared]
+        requests.append(tokens)
+    return requests

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.kv_cache import PEER_SCRIPT, ROWS, Measured, Row, length_bar, measure_ours, row_bars
-from benchmarks.kv_cache_workload import STEP_TOKENS, Step, Workload, num_calls, steps_of
+from benchmarks.kv_cache import PEER_SCRIPT, ROWS, length_bar, row_bars
+from benchmarks.kv_cache_ours import Measured, Row, measure_ours
+from benchmarks.kv_cache_workload import SHARED_TOKENS, STEP_TOKENS, Step, Workload, num_calls, steps_of, tokens_of
 
 workloads = st.builds(
     Workload,
@@ -76,6 +77,22 @@ def test_the_sized_cache_holds_every_workload_and_is_empty_again_after_it(
 ) -> None:
     row = Row(block_size=block_size, sliding_window=window, workload=workload)
     assert measure_ours(row, steps_of(workload)).max_blocks > 0
+
+
+@pytest.mark.parametrize("block_size", [16, 128])
+@pytest.mark.parametrize("window", [None, 128])
+def test_every_shared_prefix_is_found_whole_and_nothing_else(window: int | None, block_size: int) -> None:
+    row = Row(block_size=block_size, sliding_window=window, prefix_cache=True)
+    num_sharing = len(tokens_of(row.workload)) // 2
+    assert measure_ours(row, steps_of(row.workload)).hit_tokens == num_sharing * SHARED_TOKENS
+
+
+def test_half_of_the_requests_begin_like_an_earlier_one_and_all_differ_after_that() -> None:
+    requests = [tuple(tokens) for tokens in tokens_of(Workload())]
+    starts = [tokens[:SHARED_TOKENS] for tokens in requests]
+    assert [start in starts[:i] for i, start in enumerate(starts)] == [False, True] * (len(requests) // 2)
+    assert len({tokens[SHARED_TOKENS : SHARED_TOKENS + 16] for tokens in requests}) == len(requests)
+    assert requests == [tuple(tokens) for tokens in tokens_of(Workload())]
 
 
 def test_the_peer_imports_nothing_of_the_project() -> None:
