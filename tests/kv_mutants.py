@@ -18,6 +18,10 @@ ROOT = Path(__file__).parent.parent
 MANAGER, SINGLE, POOL = "kv_cache_manager.py", "single_type_kv_cache_manager.py", "block_pool.py"
 PREFIX, UTILS = "prefix_cache.py", "cache_utils.py"
 TIMEOUT_S = 300.0
+NO_SHRINKING = """from hypothesis import Phase, settings
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
+settings.load_profile("mutants")
+"""  # a failure is enough, its smallest example is of no interest
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,7 @@ def is_killed(mutant: Mutant) -> bool:
 
 def laws_hold(folder: Path) -> bool:
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (folder / "conftest.py").write_text(NO_SHRINKING)
     laws = sorted(str(path) for path in folder.glob("tests/test_kv_*.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *laws]
     # the copy comes before whatever is installed
@@ -165,10 +170,11 @@ def main() -> int:
     unchanged = Mutant("nothing", MANAGER, "class KVCacheManager", "class KVCacheManager")
     if is_killed(unchanged):
         raise SystemExit("the laws fail without a fault")
+    results = []
     with ThreadPoolExecutor(max_workers=2) as executor:
-        results = list(executor.map(is_killed, MUTANTS))
-    for mutant, killed in zip(MUTANTS, results, strict=True):
-        print(f"{'killed' if killed else 'SURVIVED':<9} {mutant.file:<32} {mutant.fault}")
+        for mutant, killed in zip(MUTANTS, executor.map(is_killed, MUTANTS), strict=True):
+            print(f"{'killed' if killed else 'SURVIVED':<9} {mutant.file:<32} {mutant.fault}", flush=True)
+            results.append(killed)
     print(f"{sum(results)} / {len(results)} killed")
     return 0 if all(results) else 1
 
