@@ -15,10 +15,13 @@ an earlier one. Measured, per `allocate_slots`, is then all that a request costs
     decode    allocate_slots                                  its block hasher, allocate_slots
     after     commit, of every request in every step          nothing: allocate_slots commits
 
-Appending a token to a request's list is on neither clock. The sides differ where each does more than the other: vLLM
-hashes a block once (SHA-256 over a pickle, its default) and keeps the hashes, ours hashes a prompt to find it and again
-to commit it; ours confirms a hit by its tokens, vLLM trusts the hash; ours commits computed content in a call of its
-own, vLLM before it is computed, in a call it makes anyway. Hit tokens of both sides stand beside the figures.
+Making a request, appending a token to its list and freeing it are on neither clock; frees are shown beside the ratio.
+Both take only full blocks as hits and leave a token to compute, so that hit tokens are equal here; they are shown too.
+The same end is reached by unequal means, which the figures include: vLLM hashes a block once (SHA-256 over a pickle,
+its default) and keeps the hashes, ours (BLAKE2b) hashes what it looks up and again what it commits; ours confirms a
+hit by comparing tokens, vLLM trusts the hash; ours commits content in a call of its own once it is computed, vLLM
+before that, in a call it makes anyway. vLLM's groups share one pool, each of ours has its own: with fewer blocks than
+here, or prefixes of longer ago, they would evict different content and find different hits.
 
 The cost of a decode step must not depend on the length of a request, and the operators' tables of 256 requests of
 8,192 tokens are held to a millisecond.
@@ -176,28 +179,43 @@ def _median_ms(work: Callable[[], object]) -> float:
 
 
 def ns_per_call(row: Row, repetition: Measured) -> float:
-    """Prompts and decodes together, and what content costs around them."""
-    return (repetition.prefill_ns + repetition.decode_ns + repetition.content_ns) / sum(
-        num_calls(steps_of(row.workload))
-    )
+    """Prompts and decodes together, with what a prefix cache adds to them."""
+    return repetition.call_ns / sum(num_calls(steps_of(row.workload)))
 
 
 def ns_per_decode(row: Row, repetition: Measured) -> float:
     return repetition.decode_ns / num_calls(steps_of(row.workload))[1]
 
 
+def ns_per_free(row: Row, repetitions: Sequence[Measured]) -> float:
+    """Median of the repetitions."""
+    num_requests = row.workload.concurrency * row.workload.rounds
+    return statistics.median(one.free_ns for one in repetitions) / num_requests
+
+
+def cached_note(row: Row, sides: Sides) -> str:
+    """Whether the sides found the same, and what our nanoseconds of a call are made of."""
+    hits = ", ".join(f"{side} {repetitions[0].hit_tokens}" for side, repetitions in sides.items())
+    calls, ours = sum(num_calls(steps_of(row.workload))), sides["ours"]
+    find = statistics.median(one.find_ns for one in ours) / calls
+    allocate = statistics.median(one.prefill_ns + one.decode_ns for one in ours) / calls
+    commit = statistics.median(one.commit_ns for one in ours) / calls
+    return f"hit tokens: {hits}; of ours find {find:.0f}, allocate {allocate:.0f}, commit {commit:.0f}"
+
+
 def row_bars(row: Row, sides: Sides) -> list[Bar]:
     """Our nanoseconds, and our rate in vLLM's if it took part."""
     per_call = {side: [ns_per_call(row, one) for one in repetitions] for side, repetitions in sides.items()}
     blocks = ", ".join(f"{side} {repetitions[0].max_blocks}" for side, repetitions in sides.items())
+    frees = ", ".join(f"{side} {ns_per_free(row, repetitions):.0f}" for side, repetitions in sides.items())
     ours = statistics.median(per_call["ours"])
     note = f"most blocks held: {blocks}"
     if row.prefix_cache:
-        note += f"; hit tokens: {', '.join(f'{side} {all_[0].hit_tokens}' for side, all_ in sides.items())}"
+        note += f"; {cached_note(row, sides)}"
     bars = [Bar(name=f"allocate_slots, {row.name}", value=ours, unit="ns", note=note)]
     if "vLLM" in per_call:
         ratio = statistics.median(v / o for o, v in zip(per_call["ours"], per_call["vLLM"], strict=True))
-        note = f"vLLM {statistics.median(per_call['vLLM']):.0f} ns"
+        note = f"vLLM {statistics.median(per_call['vLLM']):.0f} ns; ns per free: {frees}"
         bars.append(Bar(name=f"rate / vLLM's, {row.name}", value=ratio, aim=AIM_RATIO, note=note))
     return bars
 

@@ -44,8 +44,8 @@ class Row:
 class Measured:
     """One repetition, one side: nanoseconds of each kind of call, and the most blocks held after any step.
 
-    With a prefix cache besides: `find_ns` of hashing for and looking up prefixes, `commit_ns` of making content findable
-    where that is a call of its own, and the tokens of prompts that were found.
+    With a prefix cache besides: `find_ns` of hashing for and looking up prefixes, `commit_ns` of making content
+    findable where that is a call of its own, and the tokens of prompts that were found.
     """
 
     prefill_ns: int

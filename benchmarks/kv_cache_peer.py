@@ -3,8 +3,8 @@
 Imports nothing of this project. Every line on stdin is one repetition in JSON: `block_size`, `sliding_window` (null
 without such a group), `num_blocks`, `max_model_len`, `prompt_tokens`, `prefix_cache`, `tokens` (the ids of each
 request, prompt and output) and `steps`, each a triple (finished requests, prefill calls, decode calls) where a call is
-(request, computed tokens, new tokens). Every line on stdout answers one: nanoseconds of each kind of call, the most blocks held
-and the tokens found in the prefix cache. The first line on stdout, unasked, names vLLM's version.
+(request, computed tokens, new tokens). Every line on stdout answers one: nanoseconds of each kind of call, the most
+blocks held and the tokens found in the prefix cache. The first line on stdout, unasked, names vLLM's version.
 
 What vLLM's scheduler does around a call (making requests, counting computed tokens, appending output tokens, telling
 the manager that a step starts) is done here too, outside the measured time, and so is garbage collection. With a prefix
