@@ -73,14 +73,19 @@ class BlockPool:
         Raises ValueError, and frees none, for an id this pool does not have, one that is free already, and one that
         stands in the list twice.
         """
+        real = self._to_free(blocks)
+        self._free_block_queue.extend(real)
+        self._free_block_set.update(real)
+
+    def _to_free(self, blocks: Sequence[int]) -> list[int]:
+        """The real ones of `blocks`, once it is sure that all of them can be freed."""
         real = [block for block in blocks if block != self._null_block]
         unknown = [block for block in real if not 0 < block < self.num_blocks]
         if unknown:
             raise ValueError(f"cannot free blocks {unknown}: ids of this pool are 1 to {self.num_usable_blocks}")
         if len(set(real)) != len(real) or not self._free_block_set.isdisjoint(real):
             raise ValueError(f"double free in {real}: a block is named twice or is free already")
-        self._free_block_queue.extend(real)
-        self._free_block_set.update(real)
+        return real
 
     def check(self, owned: Iterable[int]) -> None:
         """Recounts: the blocks in `owned`, by all requests, and the free ones are every usable block exactly once.

@@ -41,7 +41,10 @@ def test_a_true_description_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("info", "message"),
     [
-        (info_of([new_entry("Linear")]), r"layer 0, cache 'Linear_cache': unknown attn_type 'Linear', known: \['Full"),
+        (
+            info_of([new_entry("Linear")]),
+            r"layer 0, cache 'Linear_cache': unknown attn_type 'Linear', known: \['Ch",
+        ),
         (info_of([new_entry("FullAttention")] * 2), r"layer 0: caches \['FullAttention_cache'\] are defined more than"),
         (info_of([new_entry("FullAttention")], num_layers=2), "num_layers is 2, but 1 layers"),
         (info_of([new_entry("FullAttention")], block_size=0), "block_size 0 must be at least 1"),
@@ -49,8 +52,8 @@ def test_a_true_description_is_accepted() -> None:
         (info_of([], [new_entry("FullAttention", dim=0)]), "layer 1, cache 'FullAttention_cache': dim 0"),
         (info_of([new_entry("FullAttention", num_head=-1)]), "num_head -1 must be at least 1"),
         (info_of([new_entry("FullAttention", sliding_window=8)]), "must be None for FullAttention, given: 8"),
-        (info_of([new_entry("SlidingWindow", sliding_window=None)]), "at least 1 token, given: None"),
-        (info_of([new_entry("SlidingWindow", 0)]), "at least 1 token, given: 0"),
+        (info_of([new_entry("SlidingWindow", sliding_window=None)]), "at least 1, given: None"),
+        (info_of([new_entry("SlidingWindow", 0)]), "at least 1, given: 0"),
         (info_of([new_entry("SlidingWindow", 4)], [new_entry("SlidingWindow", 8)]), r"layer 1, .* given: \[4, 8\]"),
         (info_of([new_entry("FullAttention", needs_block=False)]), "no paged cache"),
         (new_info(["FullAttention"], layers=(3, 3)), r"layers \[3\] are described more than once"),

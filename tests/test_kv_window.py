@@ -7,7 +7,7 @@ import pytest
 from kv_cache.block_pool import BlockPool
 from kv_cache.single_type_kv_cache_manager import SlidingWindowManager
 
-BLOCK_SIZES = (1, 2, 4, 8, 16)
+BLOCK_SIZES = (1, 2, 4, 8, 16, 128)
 WINDOWS = range(1, 21)
 LENGTHS = range(1, 65)
 MAX_LEN = 80

@@ -1,0 +1,183 @@
+"""Plants faults in a copy of kv_cache, one at a time, and shows that the laws find each: `python tests/kv_mutants.py`.
+
+Prints one row per fault and "killed / planted"; exits with 1 when one survives. Not part of the normal test run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MANAGER, SINGLE, POOL = "kv_cache_manager.py", "single_type_kv_cache_manager.py", "block_pool.py"
+PREFIX, UTILS = "prefix_cache.py", "cache_utils.py"
+TIMEOUT_S = 300.0
+NO_SHRINKING = """from hypothesis import Phase, settings
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
+settings.load_profile("mutants")
+"""  # a failure is enough, its smallest example is of no interest
+
+
+@dataclass(frozen=True)
+class Mutant:
+    fault: str
+    file: str
+    right: str
+    wrong: str
+
+
+WINDOW = "max(0, num_computed_tokens - self.sliding_window + 1)"
+MUTANTS = (
+    Mutant("reference count not raised", PREFIX, "self._num_users[block] += 1", "pass"),
+    Mutant("shared block stays in the free queue", PREFIX, "self._unused.pop(block, None)", "pass"),
+    Mutant("window off by one, too short", SINGLE, WINDOW, "max(0, num_computed_tokens - self.sliding_window + 2)"),
+    Mutant("window off by one, too long", SINGLE, WINDOW, "max(0, num_computed_tokens - self.sliding_window)"),
+    Mutant(
+        "request freed head first", SINGLE, "self.req_to_blocks[request_id][::-1]", "self.req_to_blocks[request_id]"
+    ),
+    Mutant("newest content evicted first", PREFIX, "popitem(last=False)", "popitem(last=True)"),
+    Mutant("hash without token comparison", PREFIX, "node.parent is parent and node.token_ids == token_ids", "True"),
+    Mutant("hash without comparison of the past", PREFIX, "node.parent is parent and ", ""),
+    Mutant("null block freed", POOL, "if block != self._null_block]", "if block != -1]"),
+    Mutant(
+        "null block handed out",
+        POOL,
+        "self._free_block_queue.popleft()\n        self._free_block_set",
+        "0\n        self._free_block_set",
+    ),
+    Mutant("check and allocation disagree", MANAGER, "num_new + num_unused)", "num_new)"),
+    Mutant("check too strict by one", MANAGER, "need.num_from_free > pool", "need.num_from_free >= pool"),
+    Mutant(
+        "only the first group is checked",
+        MANAGER,
+        "zip(needs, pools, strict=True)",
+        "zip(needs[:1], pools, strict=False)",
+    ),
+    Mutant(
+        "lookahead counts as computed",
+        MANAGER,
+        "min(computed_tokens, self.max_model_len)\n        num_tokens",
+        "min(computed_tokens + num_new_tokens, self.max_model_len)\n        num_tokens",
+    ),
+    Mutant(
+        "reclaim forgotten between steps",
+        SINGLE,
+        "(num_gone + 1) * self.block_size +",
+        "(num_gone + 2) * self.block_size +",
+    ),
+    Mutant(
+        "chunk goes back one late",
+        SINGLE,
+        "self.get_num_skipped_tokens(num_computed_tokens) + self.attention_chunk",
+        "self.get_num_skipped_tokens(num_computed_tokens) + self.attention_chunk + 1",
+    ),
+    Mutant(
+        "hit longer than its window",
+        SINGLE,
+        "num_in_a_row >= length - num_skipped",
+        "num_in_a_row >= length - num_skipped - 1",
+    ),
+    Mutant("all of a prompt is a hit", PREFIX, "(len(token_ids) - 1) // block_size", "len(token_ids) // block_size"),
+    Mutant(
+        "half-filled block visible",
+        MANAGER,
+        "num_computed // block_size, block_size",
+        "-(-num_computed // block_size), block_size",
+    ),
+    Mutant(
+        "evicted block still findable",
+        PREFIX,
+        "del self._block_of[node], self._num_users[block]",
+        "del self._num_users[block]",
+    ),
+    Mutant("salt ignored", PREFIX, "node = self._roots.get(salt)", "node = next(iter(self._roots.values()), None)"),
+    Mutant(
+        "content leaks with its request",
+        PREFIX,
+        "self.release(self._ends.pop(request_id)[0])",
+        "self._ends.pop(request_id)",
+    ),
+    Mutant("stale hit trusted", MANAGER, "if len(shared) != len(found):", "if False:"),
+    Mutant("lease released twice", MANAGER, "self._leases.remove(lease_id)", "pass"),
+    Mutant(
+        "lease keeps the request's table",
+        SINGLE,
+        "self.req_to_blocks.pop(request_id)",
+        "self.req_to_blocks[request_id]",
+    ),
+    Mutant(
+        "free does not wait for the pull", MANAGER, "if pull_id := self._pull_of.pop(request_id, None):", "if False:"
+    ),
+    Mutant("request grows under a pull", MANAGER, "self._rooms[request_id].next_reclaim = 0", "pass"),
+    Mutant("shared content written again", MANAGER, "room.num_fixed <= computed_tokens <", "0 <= computed_tokens <"),
+    Mutant("double free of cached content", PREFIX, "if not self._unused.keys().isdisjoint(real):", "if False:"),
+    Mutant("received head gets real blocks", SINGLE, "max(num_existing, num_skipped))", "num_existing)"),
+    Mutant(
+        "peak forgets the chunk",
+        SINGLE,
+        "num_window_blocks(self.sliding_window - 1 + max_step_tokens,",
+        "num_window_blocks(self.sliding_window,",
+    ),
+    Mutant(
+        "padding is not the null block", UTILS, "np.zeros((len(rows), lens.max())", "np.ones((len(rows), lens.max())"
+    ),
+    Mutant("slots in the null block", UTILS, "if not block.all():", "if False:"),
+    Mutant("groups keyed by type", SINGLE, "setdefault(entry.group_key,", "setdefault(entry.attn_type,"),
+    Mutant("states grow", SINGLE, "return 1 + self.next_n", "return 1 + self.next_n + num_tokens // 64"),
+)
+
+
+def is_killed(mutant: Mutant) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "kv_cache", copy / "kv_cache", ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "tests").mkdir()
+        for path in ROOT.glob("tests/*kv_*.py"):
+            shutil.copy(path, copy / "tests")
+        target = copy / "kv_cache" / mutant.file
+        text = target.read_text()
+        if mutant.right not in text:
+            raise SystemExit(f"{mutant.fault}: {mutant.file} no longer says {mutant.right!r}")
+        target.write_text(text.replace(mutant.right, mutant.wrong))
+        return not laws_hold(copy)
+
+
+def laws_hold(folder: Path) -> bool:
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (folder / "conftest.py").write_text(NO_SHRINKING)
+    laws = sorted(str(path) for path in folder.glob("tests/test_kv_*.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *laws]
+    # the copy comes before whatever is installed
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"the laws did not run: {done.stdout}{done.stderr}")
+    return done.returncode == 0
+
+
+def main() -> int:
+    unchanged = Mutant("nothing", MANAGER, "class KVCacheManager", "class KVCacheManager")
+    if is_killed(unchanged):
+        raise SystemExit("the laws fail without a fault")
+    results = []
+    with ThreadPoolExecutor(max_workers=2) as executor:
+        for mutant, killed in zip(MUTANTS, executor.map(is_killed, MUTANTS), strict=True):
+            print(f"{'killed' if killed else 'SURVIVED':<9} {mutant.file:<32} {mutant.fault}", flush=True)
+            results.append(killed)
+    print(f"{sum(results)} / {len(results)} killed")
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
