@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := pd_service kv_cache transfer tests benchmarks
 
-.PHONY: setup serve test lint types proto bench clean
+.PHONY: setup serve test soak lint types proto bench clean
 
 setup: $(VENV)/installed
 
@@ -20,6 +20,11 @@ serve: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+soak: setup  # minutes of random lives: block bookkeeping, then whole requests under crashes; then planted faults
+	PD_SOAK=10 $(BIN)/python -m pytest tests/test_kv_laws.py
+	$(BIN)/python -m tests.sim_chaos 1000 4000
+	$(BIN)/python tests/kv_mutants.py
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

@@ -20,14 +20,14 @@ def describe_layout(cache_info: ModelCacheInfo, block_nums: Mapping[str, int], m
                 BufferLayout(
                     layer=layer.layer_idx,
                     cache_name=entry.cache_name,
-                    attn_type=entry.attn_type,
+                    attn_type=entry.group_key,  # the key of block tables, which is what the transfer pairs by
                     block_size=cache_info.block_size,
-                    first_head=0,
+                    first_head=entry.first_head,
                     num_heads=entry.num_head,
                     total_heads=entry.num_head,
                     dim=entry.dim,
                     dtype=str(entry.dtype).removeprefix("torch."),
-                    num_bytes=bytes_per_block * block_nums[entry.attn_type],
+                    num_bytes=bytes_per_block * block_nums[entry.group_key],
                     sliding_window=entry.sliding_window or 0,
                 )
             )
