@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +37,7 @@ class _Room:
     num_fixed: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
+class _Need(NamedTuple):
     """In one group: blocks to take over from the cache, blocks to take from the pool, and what both cost it."""
 
     shared: list[int]
@@ -166,6 +166,17 @@ class KVCacheManager:
         For requests that started with a `prefix`, of 0 tokens if need be. Raises ValueError otherwise, for more tokens
         than given or covered, and while a pull still writes.
         """
+        room = self._rooms.get(request_id)
+        if (
+            room is not None
+            and room.num_fixed <= num_computed < room.num_fixed + self.cache_info.block_size
+            and num_computed <= room.num_tokens
+            and num_computed <= len(token_ids)
+            and request_id not in self._pull_of
+            and self._prefix_cache is not None
+            and self._prefix_cache.knows(request_id)
+        ):
+            return  # most decode steps: no further block is full
         cache = self._need_prefix_cache()
         if not cache.knows(request_id):
             raise ValueError(f"request {request_id!r} did not start with a prefix: its content is not known")
@@ -364,18 +375,22 @@ class KVCacheManager:
     def _allocate(self, request_id: str, computed_tokens: int, num_new_tokens: int, prefix: PrefixHit | None) -> bool:
         num_computed = min(computed_tokens, self.max_model_len)
         num_tokens = min(computed_tokens + num_new_tokens, self.max_model_len)
-        for manager in self.managers.values():
-            manager.remove_skipped_blocks(request_id, num_computed)
+        managers = self.managers.values()
+        room = self._rooms.get(request_id)
+        if room is not None and num_computed >= room.next_reclaim:
+            for manager in managers:
+                manager.remove_skipped_blocks(request_id, num_computed)
         needs = self._count(request_id, num_computed, num_tokens, prefix)
-        pools = [manager.block_pool for manager in self.managers.values()]
-        if needs is None or any(
-            need.num_from_free > pool.num_free_blocks for need, pool in zip(needs, pools, strict=True)
-        ):
+        if needs is None:
             return False
+        for manager, need in zip(managers, needs, strict=True):
+            if need.num_from_free > manager.block_pool.num_free_blocks:
+                return False
         if prefix is not None:
             self._start_with(request_id, prefix, needs)
-        for manager, need in zip(self.managers.values(), needs, strict=True):
-            manager.allocate_new_blocks(request_id, need.num_new, num_tokens)
+        if room is None or num_tokens > room.num_tokens:
+            for manager, need in zip(managers, needs, strict=True):
+                manager.allocate_new_blocks(request_id, need.num_new, num_tokens)
         self._note_room(request_id, num_computed, num_tokens)
         if prefix is not None:
             self._rooms[request_id].num_fixed = prefix.num_tokens
@@ -390,9 +405,12 @@ class KVCacheManager:
 
     def _note_room(self, request_id: str, num_computed: int, num_tokens: int) -> None:
         block_size = self.cache_info.block_size
-        room = self._rooms.setdefault(request_id, _Room(0, 0, 0))
+        room = self._rooms.get(request_id)
+        if room is None:
+            room = self._rooms[request_id] = _Room(0, 0, 0)
         room.num_tokens = max(room.num_tokens, -(-num_tokens // block_size) * block_size)
-        room.next_reclaim = min(manager.get_next_reclaim(num_computed) for manager in self.managers.values())
+        if num_computed >= room.next_reclaim:
+            room.next_reclaim = min([manager.get_next_reclaim(num_computed) for manager in self.managers.values()])
 
     def _forget(self, request_id: str) -> None:
         del self._rooms[request_id]

@@ -121,16 +121,20 @@ class PrefixCache:
         require(all(uses[node] == node.num_uses for node in known), f"uses of contents differ from {uses}")
 
     def _find_child(self, parent: ContentNode, token_ids: tuple[int, ...]) -> ContentNode | None:
-        for node in self._index.get(self._key(parent, token_ids), ()):
+        return self._find_by_key(self._key(parent, token_ids), parent, token_ids)
+
+    def _find_by_key(self, key: bytes, parent: ContentNode, token_ids: tuple[int, ...]) -> ContentNode | None:
+        for node in self._index.get(key, ()):
             if node.parent is parent and node.token_ids == token_ids:
                 return node
         return None
 
     def _child(self, parent: ContentNode, token_ids: tuple[int, ...]) -> ContentNode:
-        node = self._find_child(parent, token_ids)
+        key = self._key(parent, token_ids)
+        node = self._find_by_key(key, parent, token_ids)
         if node is None:
-            node = ContentNode(parent, self._key(parent, token_ids), token_ids, parent.salt)
-            self._index.setdefault(node.key, []).append(node)
+            node = ContentNode(parent, key, token_ids, parent.salt)
+            self._index.setdefault(key, []).append(node)
             parent.num_uses += 1
         return node
 
