@@ -37,6 +37,7 @@ proto: setup
 	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/pd_service/rpc/*.proto
 
 bench: setup
+	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.serve
 

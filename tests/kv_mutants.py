@@ -52,12 +52,12 @@ MUTANTS = (
         "0\n        self._free_block_set",
     ),
     Mutant("check and allocation disagree", MANAGER, "num_new + num_unused)", "num_new)"),
-    Mutant("check too strict by one", MANAGER, "need.num_from_free > pool", "need.num_from_free >= pool"),
+    Mutant("check too strict by one", MANAGER, "need.num_from_free > manager", "need.num_from_free >= manager"),
     Mutant(
         "only the first group is checked",
         MANAGER,
-        "zip(needs, pools, strict=True)",
-        "zip(needs[:1], pools, strict=False)",
+        "zip(managers, needs, strict=True):\n            if",
+        "zip(managers, needs[:1], strict=False):\n            if",
     ),
     Mutant(
         "lookahead counts as computed",

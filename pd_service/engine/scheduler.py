@@ -181,7 +181,7 @@ class Scheduler:
         for state in self._requests.values():
             owns_blocks = self._kv.owns_blocks(state.request_id)
             assert not (owns_blocks and state.status is Status.WAITING), f"{state.request_id} waits and owns blocks"
-            assert owns_blocks or state.status in (Status.WAITING, Status.RUNNING), f"{state.request_id} lost blocks"
+            assert owns_blocks or state.status is not Status.RECEIVING, f"{state.request_id} lost its blocks"
         receiving = sum(s.status is Status.RECEIVING for s in self._requests.values())
         assert receiving == self._num_receiving
 
@@ -224,6 +224,7 @@ class Scheduler:
         received = len(state.token_ids) - 1
         fits = self._kv.allocate_received_slots(state.request_id, received, 1)
         assert fits, "admission and allocation disagree"
+        self._kv.begin_pull(state.request_id, state.request_id)
         state.status = Status.RECEIVING
         self._num_receiving += 1
         ticket = state.request.ticket
@@ -238,6 +239,7 @@ class Scheduler:
             self.counters.ignored_messages += 1
             return None
         self._num_receiving -= 1
+        self._kv.end_pull(request_id)
         state.takes_ticket = False  # from here on its KV is its own; a preemption recomputes it
         state.status = Status.RUNNING
         if state.is_cancelled:
@@ -326,6 +328,7 @@ class Scheduler:
         self._running.remove(state)
         state.status = Status.HELD
         tables = self._kv.get_block_ids(state.request_id)
+        self._kv.lease(state.request_id, state.request_id)
         tokens = state.request.token_ids
         self._holds[state.request_id] = Hold(
             request_id=state.request_id, tables=tables, num_tokens=len(tokens), token_digest=token_digest(tokens)
@@ -347,7 +350,9 @@ class Scheduler:
         del self._requests[state.request_id]
 
     def _free_blocks(self, state: RequestState) -> None:
-        if self._kv.owns_blocks(state.request_id):
+        if state.status is Status.HELD:
+            self._kv.release_lease(state.request_id)
+        elif self._kv.owns_blocks(state.request_id):
             self._kv.free(state.request_id)
 
 
