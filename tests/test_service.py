@@ -157,16 +157,20 @@ def test_a_client_killed_in_mid_stream_leaves_nothing(service: Served, door: str
     run_async(eventually(service.is_empty, "all blocks are free and no lease is left"))
 
 
-async def health(service: Served) -> int:
-    async with service.channel() as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        return int(answer.status)
+async def healths(service: Served) -> tuple[int, int]:
+    """What HTTP and gRPC say."""
+    async with httpx.AsyncClient() as client, service.channel() as channel:
+        over_http = await client.get(f"{service.base_url}/health")
+        over_grpc = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return over_http.status_code, int(over_grpc.status)
 
 
 async def is_down(service: Served) -> bool:
-    async with httpx.AsyncClient() as client:
-        over_http = (await client.get(f"{service.base_url}/health")).status_code
-    return over_http == 503 and await health(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+    return await healths(service) == (503, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+
+async def is_up(service: Served) -> bool:
+    return await healths(service) == (200, health_pb2.HealthCheckResponse.SERVING)
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -190,7 +194,7 @@ def test_a_stream_survives_the_kill_of_its_only_engine(service: Served, role: st
         assert finish is not None
         assert finish.retries >= (role == "decode")
         await eventually(service.is_empty, "the replacement is ready and nothing is held")
-        assert await health(service) == health_pb2.HealthCheckResponse.SERVING
+        await eventually(lambda: is_up(service), "both health checks see the replacement")
         after = {pool.role: pool.replaced for pool in (await service.status()).pools}
         assert after == before | {role: before[role] + 1}
 

@@ -156,14 +156,6 @@ class Scheduler:
 
     # ---- questions
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def num_receiving(self) -> int:
-        return self._num_receiving
-
     def load(self) -> Load:
         free, usable = self._kv.num_free_blocks(), self._kv.num_usable_blocks()
         shortest = min(free, key=lambda attn_type: free[attn_type] / usable[attn_type])
