@@ -66,10 +66,12 @@ async def running_service(
     if config.ray.address is not None:
         await _require_reachable(config.ray.address)
     doors = Doors(config.gateway)
+    # Not while Ray starts: it forks its processes with Python code in between, and a fork in the midst of another
+    # thread's import leaves a child that waits for the import lock for ever.
+    gateway = _make_gateway(config, doors, model_dir, model_config)
     progress("starting Ray")
     starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
     try:
-        gateway = _make_gateway(config, doors, model_dir, model_config)
         host = await asyncio.shield(starting)
         _take_signals_back()
         async with _controller(config, model_dir, gateway.model_name, host) as admin_address:
@@ -101,7 +103,7 @@ async def _require_reachable(address: str) -> None:
 
 
 def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_config: ModelConfig) -> Gateway:
-    from pd_service.gateway.gateway import Gateway  # takes seconds, while Ray starts
+    from pd_service.gateway.gateway import Gateway  # takes seconds to import
 
     return Gateway(
         config.gateway,
@@ -150,7 +152,7 @@ def _start_ray(config: ServiceConfig) -> str | None:
             object_store_memory=80 * 2**20,  # requests never pass through Ray: its smallest store is enough
             **common,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises bare Exceptions as well; none of them is ours
         hint = "" if config.ray.address is None else " (a cluster with token authentication needs RAY_AUTH_MODE=token)"
         raise ConfigError(f"Ray cannot be started or joined: {error}{hint}") from error
     return "127.0.0.1"
