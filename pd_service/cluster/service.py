@@ -66,15 +66,15 @@ async def running_service(
     if config.ray.address is not None:
         await _require_reachable(config.ray.address)
     doors = Doors(config.gateway)
-    # Not while Ray starts: it forks its processes with Python code in between, and a fork in the midst of another
-    # thread's import leaves a child that waits for the import lock for ever.
-    gateway = _make_gateway(config, doors, model_dir, model_config)
-    progress("starting Ray")
-    starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
     try:
-        host = await asyncio.shield(starting)
-        _take_signals_back()
-        async with _controller(config, model_dir, gateway.model_name, host) as admin_address:
+        # Not while Ray starts: it forks its processes with Python code in between, and a fork in the midst of another
+        # thread's import leaves a child that waits for the import lock for ever.
+        gateway = _make_gateway(config, doors, model_dir, model_config)
+        progress("starting Ray")
+        async with (
+            _running_ray(config) as host,
+            _running_controller(config, model_dir, gateway.model_name, host) as admin_address,
+        ):
             await gateway.start(admin_address)
             try:
                 service = Service(gateway=gateway, admin_address=admin_address)
@@ -84,6 +84,17 @@ async def running_service(
                 await gateway.stop()
     finally:
         await doors.close()
+
+
+@asynccontextmanager
+async def _running_ray(config: ServiceConfig) -> AsyncIterator[str | None]:
+    """The address engines listen on, None for each node's own; at the end this process has left Ray."""
+    starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
+    try:
+        host = await asyncio.shield(starting)
+        _take_signals_back()
+        yield host
+    finally:
         with suppress(ConfigError):
             await starting  # a start that was interrupted has to end before it can be undone
         await asyncio.to_thread(ray.shutdown)
@@ -116,7 +127,9 @@ def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_co
 
 
 @asynccontextmanager
-async def _controller(config: ServiceConfig, model_dir: Path, model_name: str, host: str | None) -> AsyncIterator[str]:
+async def _running_controller(
+    config: ServiceConfig, model_dir: Path, model_name: str, host: str | None
+) -> AsyncIterator[str]:
     """The controller's address; at the end it and all its engines are gone."""
     actor_class: Any = ray.remote(Controller)
     controller = actor_class.options(
