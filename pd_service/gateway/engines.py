@@ -191,9 +191,6 @@ class Directory:
         """Connected engines that take this kind of work."""
         return [c for c in self._clients.values() if c.is_connected and c.member.role in (role, "mixed")]
 
-    def by_incarnation(self, incarnation: str) -> EngineClient | None:
-        return next((c for c in self._clients.values() if c.member.incarnation == incarnation), None)
-
     async def wait_for(self, role: Role, timeout_s: float) -> list[EngineClient]:
         """Ready engines of this kind, at least one. Raises Unavailable when none came in time, or none will."""
         if self._is_closing:
