@@ -96,8 +96,12 @@ class ServiceConfig(_Section):
             )
         return self
 
+    def pool(self, role: Role) -> PoolSettings:
+        """The pool an engine of this role belongs to."""
+        return self.pools.prefill if role == "prefill" else self.pools.decode
+
     def engine_config(self, role: Role, model_dir: Path) -> EngineConfig:
-        pool = self.pools.prefill if role == "prefill" else self.pools.decode
+        pool = self.pool(role)
         return EngineConfig(
             role=role,
             model_dir=model_dir,

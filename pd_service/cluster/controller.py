@@ -19,7 +19,7 @@ import ray
 
 from pd_service.channels import Context, beside, channel_options, server_options
 from pd_service.cluster.engine_actor import EngineActor
-from pd_service.config import PoolRole, PoolSettings, ServiceConfig
+from pd_service.config import PoolRole, ServiceConfig
 from pd_service.rpc import admin_pb2 as pb
 from pd_service.rpc import admin_pb2_grpc, engine_pb2, engine_pb2_grpc
 
@@ -49,7 +49,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
         self._model_dir = Path(model_dir)
         self._model_name = model_name
         self._host = host
-        self._pools = {role: _Pool(self._pool_settings(role).replicas) for role in ROLES}
+        self._pools = {role: _Pool(self._config.pool(role).replicas) for role in ROLES}
         self._members: dict[str, pb.Member] = {}
         self._actors: dict[str, Any] = {}
         self._version = 0
@@ -102,7 +102,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
             pause_s = min(2 * pause_s, MAX_RESTART_S)
 
     async def _start_engine(self, engine_id: str, role: PoolRole) -> Any:
-        settings = self._pool_settings(role)
+        settings = self._config.pool(role)
         actor = (
             ray.remote(EngineActor)
             .options(
@@ -140,9 +140,6 @@ class Controller(admin_pb2_grpc.AdminServicer):
                     shown = progress
                     await self._publish(pb.Member(engine_id=engine_id, role=role, state="starting", progress=progress))
                 await asyncio.sleep(PROGRESS_S)
-
-    def _pool_settings(self, role: PoolRole) -> PoolSettings:
-        return self._config.pools.prefill if role == "prefill" else self._config.pools.decode
 
     # ---- membership
 

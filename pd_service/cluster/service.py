@@ -68,7 +68,7 @@ async def running_service(
     doors = Doors(config.gateway)
     try:
         # Not while Ray starts: it forks its processes with Python code in between, and a fork in the midst of another
-        # thread's import leaves a child that waits for the import lock for ever.
+        # thread's import can leave a child that waits for the import lock for ever.
         gateway = _make_gateway(config, doors, model_dir, model_config)
         progress("starting Ray")
         async with (
@@ -89,7 +89,7 @@ async def running_service(
 @asynccontextmanager
 async def _running_ray(config: ServiceConfig) -> AsyncIterator[str | None]:
     """The address engines listen on, None for each node's own; at the end this process has left Ray."""
-    starting = asyncio.ensure_future(asyncio.to_thread(_start_ray, config))
+    starting = asyncio.ensure_future(asyncio.to_thread(_start_ray_patiently, config))
     try:
         host = await asyncio.shield(starting)
         _take_signals_back()
@@ -143,6 +143,18 @@ async def _running_controller(
         except (TimeoutError, ray.exceptions.RayError) as error:
             logger.warning("the controller did not stop by itself: %r", error)
         ray.kill(controller)
+
+
+def _start_ray_patiently(config: ServiceConfig) -> str | None:
+    """A local Ray whose raylet never comes up, which happens now and then, is tried once more."""
+    try:
+        return _start_ray(config)
+    except ConfigError as error:
+        if config.ray.address is not None:
+            raise
+        logger.warning("%s; trying once more", error)
+        ray.shutdown()
+        return _start_ray(config)
 
 
 def _start_ray(config: ServiceConfig) -> str | None:
