@@ -15,6 +15,7 @@ from pd_service.gateway.intake import Job
 from pd_service.gateway.phases import Phases
 from pd_service.gateway.story import RequestStory
 from pd_service.metrics import GatewayMetrics
+from pd_service.models.config import fingerprint
 from pd_service.node.node import EngineNode
 from pd_service.request import EngineSampling, RequestId, TokenLogprobs
 from pd_service.rpc import engine_pb2 as pb
@@ -42,7 +43,7 @@ class LocalCluster:
         self._names = itertools.count()
         self.nodes: dict[str, EngineNode] = {}
         self.roles: dict[str, Role] = {}
-        self.directory = Directory()
+        self.directory = Directory(fingerprint(model_dir))
         self.metrics = GatewayMetrics()
         self.story = RequestStory(self.directory, gateway, self.metrics)
 

@@ -17,6 +17,7 @@ from pd_service.channels import EOF
 from pd_service.config import EngineConfig, EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
 from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
+from pd_service.models.config import fingerprint
 from pd_service.node.node import EngineNode
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
@@ -218,7 +219,9 @@ def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir:
             node = cluster.nodes["prefill/0"]
             async with grpc.aio.insecure_channel(node.address) as channel:
                 stream = engine_pb2_grpc.EngineStub(channel).Session()
-                hello = engine_pb2.GatewayHello(version=1, incarnation=node.incarnation)
+                hello = engine_pb2.GatewayHello(
+                    version=1, incarnation=node.incarnation, model=fingerprint(tiny_model_dir)
+                )
                 await stream.write(engine_pb2.GatewayMessage(hello=hello))
                 assert (await stream.read()).hello.role == "prefill"
                 submit = engine_pb2.Submit(

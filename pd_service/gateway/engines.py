@@ -38,8 +38,12 @@ class EngineMember:
 
 
 class EngineClient:
-    def __init__(self, member: EngineMember, changed: Callable[[], None], holders: Sequence[EngineMember]) -> None:
+    def __init__(
+        self, member: EngineMember, model: str, changed: Callable[[], None], holders: Sequence[EngineMember]
+    ) -> None:
         self.member = member
+        self.refusal: str | None = None  # why the engine does not take this gateway, if that is so
+        self._model = model
         self._holders = holders
         self.load = Load()
         self.is_connected = False
@@ -113,7 +117,7 @@ class EngineClient:
     async def _session(self) -> str:
         """One stream from hello to its end; returns why it ended."""
         self._outbox = asyncio.Queue()
-        hello = pb.GatewayHello(version=PROTOCOL_VERSION, incarnation=self.member.incarnation)
+        hello = pb.GatewayHello(version=PROTOCOL_VERSION, incarnation=self.member.incarnation, model=self._model)
         self._outbox.put_nowait(pb.GatewayMessage(hello=hello))
         try:
             async with grpc.aio.insecure_channel(self.member.address, options=channel_options()) as channel:
@@ -127,6 +131,8 @@ class EngineClient:
                             self._deliver(message.events)
                 return "the engine closed it"
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                self._refused(error.details() or "it gives no reason")
             return f"{error.code().name}: {error.details()}"
         except TimeoutError:
             return f"no hello within {CONNECT_TIMEOUT_S:g} s"
@@ -136,8 +142,15 @@ class EngineClient:
     def _connected(self, hello: pb.EngineHello) -> None:
         self.load = wire.load_from_wire(hello.load)
         self.is_connected = True
+        self.refusal = None
         self.meet(self._holders)
         self._changed()
+
+    def _refused(self, reason: str) -> None:
+        """Attempts go on, but only somebody who changes a side can end it: said once, and kept for whoever asks."""
+        if reason != self.refusal:
+            logger.warning("%s refuses this gateway: %s", self.engine_id, reason)
+        self.refusal = reason
 
     def _deliver(self, events: pb.StepEvents) -> None:
         self.load = wire.load_from_wire(events.load)
@@ -163,10 +176,12 @@ class EngineClient:
 class Directory:
     """The engines there are, and a way to wait for one.
 
-    `changed` is the event of the next change, whatever it is: take it, look, then wait for it.
+    `changed` is the event of the next change, whatever it is: take it, look, then wait for it. `model` is the
+    fingerprint of this gateway's model directory; engines with another one refuse it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._clients: dict[str, EngineClient] = {}
         self.changed = asyncio.Event()
         self._is_closing = False
@@ -180,7 +195,7 @@ class Directory:
         for client in self._clients.values():
             client.meet(holders)
         for key in wanted.keys() - self._clients.keys():
-            self._clients[key] = EngineClient(wanted[key], self._notify, holders)
+            self._clients[key] = EngineClient(wanted[key], self._model, self._notify, holders)
         await asyncio.gather(*(client.close() for client in closing))
 
     def _notify(self) -> None:
@@ -190,6 +205,10 @@ class Directory:
     def ready(self, role: Role) -> list[EngineClient]:
         """Connected engines that take this kind of work."""
         return [c for c in self._clients.values() if c.is_connected and c.member.role in (role, "mixed")]
+
+    def refusals(self) -> list[str]:
+        """For operators: each member that does not take this gateway, and why."""
+        return [f"{c.engine_id} refuses this gateway: {c.refusal}" for c in self._clients.values() if c.refusal]
 
     async def wait_for(self, role: Role, timeout_s: float) -> list[EngineClient]:
         """Ready engines of this kind, at least one. Raises Unavailable when none came in time, or none will."""

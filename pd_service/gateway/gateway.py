@@ -23,7 +23,7 @@ from pd_service.gateway.intake import Intake
 from pd_service.gateway.story import RequestStory
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics
-from pd_service.models.config import ModelConfig
+from pd_service.models.config import ModelConfig, fingerprint
 from pd_service.request import ChatMessage
 from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
@@ -50,7 +50,7 @@ class Gateway:
         self.model_name = model_name
         self._tokenizer = Tokenizer(model_dir)
         self.metrics = GatewayMetrics()
-        self.directory = Directory()
+        self.directory = Directory(fingerprint(model_dir))
         intake = Intake(
             model_name=model_name,
             max_model_len=max_model_len,
@@ -67,7 +67,8 @@ class Gateway:
         """Why requests cannot be answered now; None when each pool has a connected engine."""
         roles: tuple[Role, ...] = ("prefill", "decode")
         missing = [role for role in roles if not self.directory.ready(role)]
-        return f"no engine is connected for: {', '.join(missing)}" if missing else None
+        reasons = [f"no engine is connected for: {', '.join(missing)}", *self.directory.refusals()]
+        return "; ".join(reasons) if missing else None
 
     async def start(self, admin_address: str) -> None:
         """Opens both doors, which refuse until engines are there, and follows the controller's membership."""

@@ -191,6 +191,11 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             return f"protocol version: gateway {first.hello.version}, engine {PROTOCOL_VERSION}"
         if first.hello.incarnation != self.incarnation:
             return f"incarnation: the gateway expects {first.hello.incarnation!r}, this is {self.incarnation!r}"
+        if first.hello.model != self._layout.model:
+            return (
+                f"model: the gateway's files have the fingerprint {first.hello.model!r}, this engine's have "
+                f"{self._layout.model!r}; they differ in configuration, weights, tokenizer or chat template"
+            )
         return None
 
     async def _read(self, session: _Session, messages: AsyncIterator[pb.GatewayMessage]) -> None:

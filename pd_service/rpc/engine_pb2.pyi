@@ -36,12 +36,14 @@ class Holder(_message.Message):
     def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class GatewayHello(_message.Message):
-    __slots__ = ("version", "incarnation")
+    __slots__ = ("version", "incarnation", "model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     version: int
     incarnation: str
-    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class EngineHello(_message.Message):
     __slots__ = ("version", "incarnation", "role", "load")
@@ -56,7 +58,7 @@ class EngineHello(_message.Message):
     def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "max_new_tokens", "prefill_only", "ticket", "sampling", "deadline_ms")
+    __slots__ = ("request_id", "token_ids", "num_prompt_tokens", "max_new_tokens", "prefill_only", "ticket", "sampling", "deadline_ms", "priority", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,8 @@ class Submit(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -73,10 +77,19 @@ class Submit(_message.Message):
     ticket: Ticket
     sampling: EngineSampling
     deadline_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    priority: int
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., sampling: _Optional[_Union[EngineSampling, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class EngineSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +97,11 @@ class EngineSampling(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -91,7 +109,12 @@ class EngineSampling(_message.Message):
     seed: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("address", "incarnation", "lease_id", "num_tokens", "token_digest")
@@ -136,7 +159,7 @@ class StepEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish", "ticket", "error", "times")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish", "ticket", "error", "times", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +167,7 @@ class RequestEvent(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
@@ -151,7 +175,8 @@ class RequestEvent(_message.Message):
     ticket: Ticket
     error: RequestError
     times: EngineTimes
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("code", "message")
@@ -162,7 +187,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineTimes(_message.Message):
-    __slots__ = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane")
+    __slots__ = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane", "cached_tokens")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +195,7 @@ class EngineTimes(_message.Message):
     CONFIRM_MS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLANE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     compute_ms: float
     received_ms: float
@@ -177,7 +203,8 @@ class EngineTimes(_message.Message):
     confirm_ms: float
     kv_bytes: int
     plane: str
-    def __init__(self, queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., received_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., received_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "queued_tokens", "free_blocks", "total_blocks")
