@@ -15,13 +15,23 @@ from pydantic import BaseModel, ConfigDict, Field
 RequestId = NewType("RequestId", str)
 
 MAX_LOGPROBS = 20
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+MAX_PRIORITY = 100
+MAX_CACHE_SALT_CHARS = 128
+
+_Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
+_TokenId = Annotated[int, Field(ge=0)]
+_Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 
 
 class SamplingParams(BaseModel):
     """How tokens are chosen and when to stop, as the client asked.
 
-    The limits are those of the OpenAI API, which clients rely on; `top_k`, `min_p`, `stop_token_ids` and
-    `ignore_eos` carry the names and meaning they have in vLLM.
+    The limits are those of the OpenAI API, which clients rely on; `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
+    `repetition_penalty` and `prompt_logprobs` carry the names and meaning they have in vLLM.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,9 +42,14 @@ class SamplingParams(BaseModel):
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: tuple[_TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=MAX_REPETITION_PENALTY)] = 1.0
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASED_TOKENS)] = {}
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
 
 
@@ -56,7 +71,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSampling:
-    """Sampling as the engine needs it: seed drawn, every ending token id listed."""
+    """Sampling as the engine needs it: seed drawn, every ending token id listed.
+
+    `logit_bias` lists (token id, what is added to its logit) by ascending id. `prompt_logprobs` is set only while no
+    token of the output is known: the prompt is judged once, whatever happens to the request later.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -65,6 +84,16 @@ class EngineSampling:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token depends on which tokens came before, beyond what the model makes of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +113,11 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One attempt at a request, as submitted to one engine."""
+    """One attempt at a request, as submitted to one engine.
+
+    `token_ids` is the client's prompt of `num_prompt_tokens` tokens, then the output so far. A request of lower
+    `priority` runs earlier. Requests of different `cache_salt` never share KV that was cached.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -93,6 +126,8 @@ class EngineRequest:
     sampling: EngineSampling
     prefill_only: bool = False
     ticket: Ticket | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
     @property
     def max_cached_tokens(self) -> int:
@@ -102,15 +137,22 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of one token and of the `top` most likely ones, best first: (token id, logprob)."""
+    """Log probability of one token and of the `top` most likely ones, best first: (token id, logprob).
+
+    `rank` is the token's place among all, 1 for the most likely; equal ones share the better place.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Durations on one engine's clock, in milliseconds; the fields are those of the wire message of that name."""
+    """Durations on one engine's clock, in milliseconds; the fields are those of the wire message of that name.
+
+    `cached_tokens` counts the prompt's tokens whose KV the engine found in its prefix cache.
+    """
 
     queue_ms: float = 0.0
     compute_ms: float = 0.0
@@ -119,15 +161,21 @@ class EngineTimes:
     confirm_ms: float = 0.0
     kv_bytes: int = 0
     plane: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What an engine says about one request after one step; with `finish` it is the last word."""
+    """What an engine says about one request after one step; with `finish` it is the last word.
+
+    `prompt_logprobs` has one entry for each prompt token but the first, when asked for, and comes once: with the first
+    token of the engine that computed the prompt.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish: FinishReason | None = None
     ticket: Ticket | None = None
     times: EngineTimes | None = None

@@ -17,12 +17,30 @@ from pd_service.request import (
 from pd_service.rpc import engine_pb2, generation_pb2
 
 _TICKET_FIELDS = ("address", "incarnation", "lease_id", "num_tokens", "token_digest")
-_TIMES_FIELDS = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane")
+_TIMES_FIELDS = (
+    "queue_ms",
+    "compute_ms",
+    "received_ms",
+    "wire_ms",
+    "confirm_ms",
+    "kv_bytes",
+    "plane",
+    "cached_tokens",
+)
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _LOAD_FIELDS = ("running", "waiting", "queued_tokens", "free_blocks", "total_blocks")
 
 
 def request_to_wire(request: EngineRequest, deadline_ms: int) -> engine_pb2.Submit:
-    sampling = request.sampling
     message = engine_pb2.Submit(
         request_id=request.request_id,
         token_ids=request.token_ids,
@@ -30,15 +48,9 @@ def request_to_wire(request: EngineRequest, deadline_ms: int) -> engine_pb2.Subm
         max_new_tokens=request.max_new_tokens,
         prefill_only=request.prefill_only,
         deadline_ms=deadline_ms,
-        sampling=engine_pb2.EngineSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            stop_token_ids=sorted(sampling.stop_token_ids),
-            logprobs=sampling.logprobs,
-        ),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        sampling=_sampling_to_wire(request.sampling),
     )
     if request.ticket is not None:
         message.ticket.CopyFrom(ticket_to_wire(request.ticket))
@@ -46,7 +58,6 @@ def request_to_wire(request: EngineRequest, deadline_ms: int) -> engine_pb2.Subm
 
 
 def request_from_wire(message: engine_pb2.Submit) -> EngineRequest:
-    sampling = message.sampling
     return EngineRequest(
         request_id=RequestId(message.request_id),
         token_ids=tuple(message.token_ids),
@@ -54,15 +65,29 @@ def request_from_wire(message: engine_pb2.Submit) -> EngineRequest:
         max_new_tokens=message.max_new_tokens,
         prefill_only=message.prefill_only,
         ticket=ticket_from_wire(message.ticket) if message.HasField("ticket") else None,
-        sampling=EngineSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            stop_token_ids=frozenset(sampling.stop_token_ids),
-            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-        ),
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        sampling=_sampling_from_wire(message.sampling),
+    )
+
+
+def _sampling_to_wire(sampling: EngineSampling) -> engine_pb2.EngineSampling:
+    return engine_pb2.EngineSampling(
+        **{name: getattr(sampling, name) for name in _SAMPLING_FIELDS},
+        stop_token_ids=sorted(sampling.stop_token_ids),
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        logit_bias=dict(sampling.logit_bias),
+    )
+
+
+def _sampling_from_wire(message: engine_pb2.EngineSampling) -> EngineSampling:
+    return EngineSampling(
+        **{name: getattr(message, name) for name in _SAMPLING_FIELDS},
+        stop_token_ids=frozenset(message.stop_token_ids),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 
 
@@ -84,16 +109,18 @@ def load_from_wire(message: engine_pb2.Load) -> Load:
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> generation_pb2.TokenLogprobs:
     top = [generation_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
-    return generation_pb2.TokenLogprobs(logprob=logprobs.logprob, top=top)
+    return generation_pb2.TokenLogprobs(logprob=logprobs.logprob, top=top, rank=logprobs.rank)
 
 
 def logprobs_from_wire(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+    top = tuple((one.token_id, one.logprob) for one in message.top)
+    return TokenLogprobs(message.logprob, top, message.rank)
 
 
 def event_to_wire(event: TokenEvent) -> engine_pb2.RequestEvent:
     message = engine_pb2.RequestEvent(request_id=event.request_id, token_ids=event.token_ids)
     message.logprobs.extend(logprobs_to_wire(one) for one in event.logprobs)
+    message.prompt_logprobs.extend(logprobs_to_wire(one) for one in event.prompt_logprobs)
     if event.finish is not None:
         message.finish = event.finish.value
     if event.ticket is not None:
@@ -111,6 +138,7 @@ def event_from_wire(message: engine_pb2.RequestEvent) -> TokenEvent:
         request_id=RequestId(message.request_id),
         token_ids=tuple(message.token_ids),
         logprobs=tuple(logprobs_from_wire(one) for one in message.logprobs),
+        prompt_logprobs=tuple(logprobs_from_wire(one) for one in message.prompt_logprobs),
         finish=FinishReason(message.finish) if message.finish else None,
         ticket=ticket_from_wire(message.ticket) if message.HasField("ticket") else None,
         times=(

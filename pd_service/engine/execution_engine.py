@@ -21,6 +21,8 @@ from kv_cache import KVCacheManager, create_single_type_managers
 from pd_service.config import EngineConfig
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.model_worker import ModelInput, ModelWorker, concatenate
+from pd_service.engine.request_state import RequestState
+from pd_service.engine.sampler import SampleRow
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits
 from pd_service.request import EngineRequest, EngineSampling, RequestId
@@ -97,8 +99,7 @@ class ExecutionEngine:
             kv_lens=[s.state.num_computed + s.num_tokens for s in batch],
             block_ids=[self.kv_cache_manager.get_block_ids(s.state.request_id) for s in batch],
             sampled_rows=sampled,
-            sampling=[batch[row].state.request.sampling for row in sampled],
-            sample_positions=[len(batch[row].state.token_ids) for row in sampled],
+            sample_rows=[_sample_row(batch[row].state) for row in sampled],
         )
 
     def commit(self, batch: Batch, sampled: Iterable[SampledToken], now: float) -> None:
@@ -118,6 +119,18 @@ class ExecutionEngine:
         """Gives the cache memory back at once, whoever still knows the engine."""
         self.kv_cache_manager.cache_tensors = ()
         self.worker.close()
+
+
+def _sample_row(state: RequestState) -> SampleRow:
+    sampling, position = state.request.sampling, len(state.token_ids)
+    if not sampling.needs_history:
+        return SampleRow(sampling=sampling, position=position)
+    return SampleRow(
+        sampling=sampling,
+        position=position,
+        token_ids=tuple(state.token_ids),
+        num_prompt_tokens=state.request.num_prompt_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,21 +21,20 @@ from kv_cache import (
     validate_cache_info,
 )
 from pd_service.config import EngineConfig
-from pd_service.engine.sampler import sample
+from pd_service.engine.sampler import SampleRow, sample
 from pd_service.engine.step import SampledToken
 from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig
 from pd_service.models.loader import load_model
 from pd_service.ops import get_ops
 from pd_service.ops.metadata import ForwardMetadata
-from pd_service.request import EngineSampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
     """One step's batch as arrays. Row i brings `query_lens[i]` new tokens; its cache then holds `kv_lens[i]`.
 
-    `sampled_rows` lists the rows whose next token is wanted, with `sampling` and `sample_positions` for each.
+    `sampled_rows` lists the rows whose next token is wanted, `sample_rows` how each is chosen.
     """
 
     token_ids: np.ndarray[Any, np.dtype[np.int64]]  # [tokens]
@@ -44,8 +43,7 @@ class ModelInput:
     kv_lens: list[int]
     block_ids: list[dict[str, list[int]]]
     sampled_rows: list[int]
-    sampling: list[EngineSampling]
-    sample_positions: list[int]
+    sample_rows: list[SampleRow]
 
 
 class ModelWorker:
@@ -123,7 +121,7 @@ class ModelWorker:
                 return []
             last_tokens = np.cumsum(batch.query_lens)[batch.sampled_rows] - 1
             logits = self.model.compute_logits(hidden[torch.from_numpy(last_tokens)])  # [sampled rows, vocab]
-            return sample(logits, batch.sampling, batch.sample_positions)
+            return sample(logits, batch.sample_rows)
 
     def close(self) -> None:
         """Gives the cache memory back; no step may run afterwards."""

@@ -1,5 +1,8 @@
-"""From logits to tokens. The random number of a token depends on (seed, position) and nothing else, so that a request
-continues identically in another batch, after a preemption, and on another engine.
+"""From logits to tokens, and what the model thought of them.
+
+A row's token depends on its logits, seed, position and own history, never on the batch around it; the random number
+on (seed, position) alone. So a request continues identically in another batch, after a preemption, and on another
+engine. Log probabilities are the model's own: before bias, penalties, temperature and filters.
 """
 
 from __future__ import annotations
@@ -7,30 +10,88 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from pd_service.engine.step import SampledToken
 from pd_service.request import EngineSampling, TokenLogprobs
 
+_ROWS_AT_ONCE = 64  # bounds the copy of the logits that log probabilities take
 
-def sample(logits: torch.Tensor, sampling: Sequence[EngineSampling], positions: Sequence[int]) -> list[SampledToken]:
-    """One token per row of `logits` float32 [rows, vocab]; `positions[i]` is the position row i's new token takes."""
-    greedy = logits.argmax(dim=-1).tolist()
-    tokens = []
-    for row, (params, position) in enumerate(zip(sampling, positions, strict=True)):
-        token = greedy[row]
-        if params.temperature > 0.0:
-            token = _draw(logits[row], params, uniform(params.seed, position))
-        logprobs = None if params.logprobs is None else _logprobs(logits[row], token, params.logprobs)
-        tokens.append(SampledToken(token, logprobs))
-    return tokens
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """How the next token of one request is chosen; it takes `position`.
+
+    `token_ids` are all tokens before it, needed only if `sampling.needs_history`. Those from `num_prompt_tokens` on
+    are output, whichever engine made them, so that the first token counts once after a hand-over, a retry or a
+    preemption.
+    """
+
+    sampling: EngineSampling
+    position: int
+    token_ids: Sequence[int] = ()
+    num_prompt_tokens: int = 0
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+    """One token per row of `logits` float32 [rows, vocab], which stay as they are."""
+    most_likely = logits.argmax(dim=-1).tolist()
+    return [_choose(logits[i : i + 1], most_likely[i], row) for i, row in enumerate(rows)]
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """What `logits` [rows, vocab] say of `token_ids`: row i judges token i, with the `num_top` most likely beside it.
+
+    The rows of prompt positions 0, 1, … judge the prompt's tokens 1, 2, …; nothing judges the first.
+    """
+    judged: list[TokenLogprobs] = []
+    for begin in range(0, len(token_ids), _ROWS_AT_ONCE):
+        end = begin + _ROWS_AT_ONCE
+        judged += _judge(logits[begin:end], torch.tensor(token_ids[begin:end]), num_top)
+    return judged
 
 
 def uniform(seed: int, position: int) -> float:
     """In [0, 1), a function of its arguments alone: the top 53 bits of BLAKE2b over both as little-endian uint64."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _choose(logits: torch.Tensor, most_likely: int, row: SampleRow) -> SampledToken:
+    """`logits` [1, vocab], of which `most_likely` is the first maximum."""
+    sampling, chosen_from, token = row.sampling, logits[0], most_likely
+    if sampling.logit_bias or sampling.needs_history:
+        chosen_from = _adjusted(logits[0], row)
+        token = int(chosen_from.argmax())
+    if sampling.temperature > 0.0:
+        token = _draw(chosen_from, sampling, uniform(sampling.seed, row.position))
+    if sampling.logprobs is None:
+        return SampledToken(token)
+    return SampledToken(token, prompt_logprobs(logits, [token], sampling.logprobs)[0])
+
+
+def _adjusted(logits: torch.Tensor, row: SampleRow) -> torch.Tensor:
+    """A copy of `logits` [vocab] with bias and penalties, in vLLM's order.
+
+    Repetition (Keskar et al. 2019, CTRL, as vLLM applies it): the logit of each token in prompt or output is divided
+    by the penalty if positive, else multiplied. Frequency and presence (OpenAI API reference, "Parameter details"):
+    minus count × frequency penalty, minus presence penalty where the count is not 0, over the output.
+    """
+    adjusted, sampling = logits.clone(), row.sampling
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
+        adjusted[torch.tensor(ids)] += torch.tensor(values, dtype=logits.dtype)
+    if sampling.repetition_penalty != 1.0:
+        known = torch.tensor(row.token_ids)  # repeated ids write the same value twice
+        before, penalty = adjusted[known], sampling.repetition_penalty
+        adjusted[known] = torch.where(before > 0, before / penalty, before * penalty)
+    output = row.token_ids[row.num_prompt_tokens :]
+    if output and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = torch.bincount(torch.tensor(output), minlength=len(logits))  # [vocab]
+        adjusted -= counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
+    return adjusted
 
 
 def _draw(logits: torch.Tensor, params: EngineSampling, u: float) -> int:
@@ -64,10 +125,14 @@ def _num_kept(probs: torch.Tensor, params: EngineSampling) -> int:
     return max(kept, 1)
 
 
-def _logprobs(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature and filters."""
+def _judge(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
     logprobs = torch.log_softmax(logits, dim=-1)
-    if not num_top:
-        return TokenLogprobs(float(logprobs[token]))
-    values, ids = torch.topk(logprobs, min(num_top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    chosen = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    values, ids = torch.topk(logprobs, min(num_top, logprobs.shape[-1]), dim=-1)
+    return [
+        TokenLogprobs(logprob, tuple(zip(top_ids, top_values, strict=True)), rank)
+        for logprob, top_ids, top_values, rank in zip(
+            chosen[:, 0].tolist(), ids.tolist(), values.tolist(), ranks.tolist(), strict=True
+        )
+    ]
