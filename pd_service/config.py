@@ -154,11 +154,11 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:
 
 
 def describe(error: ValidationError) -> str:
-    """One line per offending field: its dotted name, what is wrong, what was given."""
+    """One line per offending field: its dotted name, what is wrong, what was given unless the message says it."""
     lines = []
     for e in error.errors():
         name = ".".join(str(part) for part in e["loc"]) or "configuration"
-        given = "" if e["type"] in ("extra_forbidden", "missing") else f" (given: {e['input']!r})"
-        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"]
+        given = "" if e["type"] in ("extra_forbidden", "missing", "value_error") else f" (given: {e['input']!r})"
+        what = "unknown field" if e["type"] == "extra_forbidden" else e["msg"].removeprefix("Value error, ")
         lines.append(f"{name}: {what}{given}")
     return "; ".join(lines)

@@ -15,6 +15,7 @@ import torch
 from pd_service.config import ServiceConfig
 from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig, checkpoint_files, load_model_config
+from pd_service.models.loader import build_model
 
 GIB = 2**30
 
@@ -89,8 +90,9 @@ def _memory(config: ServiceConfig, model: ModelConfig, weight_bytes: int) -> Fin
     pools = (config.pools.prefill, config.pools.decode)
     engines = sum(pool.replicas for pool in pools)
     caches = sum(pool.replicas * int(pool.kv_cache_bytes) for pool in pools)
-    itemsize = getattr(torch, config.dtype).itemsize
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    dtype = getattr(torch, config.dtype)
+    info = build_model(model, dtype=dtype, device="meta", block_size=config.engine.block_size).get_cache_info()
+    per_token = sum(entry.bytes_per_token for layer in info.layer_infos for entry in layer.caches)
     needed = engines * weight_bytes + caches
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     text = (

@@ -102,8 +102,8 @@ def test_conversion_gives_the_tensors_and_configuration_transformers_reads(tmp_p
     said = reference["config"]
     assert config.eos_token_ids == (said["eos_token_id"],)
     assert config.bos_token_id == said["bos_token_id"]
-    assert config.rope.rope_theta == said["rope_theta"]
-    assert config.rms_norm_eps == pytest.approx(said["rms_norm_eps"])
+    assert config.hf.read_rope().rope_theta == said["rope_theta"]
+    assert config.hf.rms_norm_eps == pytest.approx(said["rms_norm_eps"])
     assert config.tie_word_embeddings
     assert f"dequantizing {len(made)} of {len(made)} tensors" in lines
 

@@ -1,25 +1,29 @@
-"""What a local Hugging Face model directory says: shape of the model, its files, and whether two hosts hold the same.
+"""What a local Hugging Face model directory says: which model it is, its files, and whether two hosts hold the same.
 
 Only config.json and generation_config.json are read here, without transformers, so that a gateway can do it in a
-moment. What the Llama family can carry and we do not compute is refused by name: a model that loads is computed right.
+moment. A family's own keys are those of its `config_class`, a subclass of `HfConfig` beside its model; what a family
+can carry and we do not compute is refused by name there: a model that loads is computed right.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pd_service.config import describe
 from pd_service.errors import ConfigError
 
-MODEL_REGISTRY = {"LlamaForCausalLM": "pd_service.models.llama"}  # architecture: the module that defines the class
+MODEL_REGISTRY = {  # architecture: the module that defines the class of that name
+    "LlamaForCausalLM": "pd_service.models.llama",
+}
 
-_Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -33,34 +37,21 @@ class RopeConfig(BaseModel):
     factor: Annotated[float, Field(gt=0)] = 1.0
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
-    original_max_position_embeddings: _Count
+    original_max_position_embeddings: Count
+
+    @model_validator(mode="before")
+    @classmethod
+    def _state_what_the_type_needs(cls, given: dict[str, Any]) -> dict[str, Any]:
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        for key in needed.get(str(given.get("rope_type")), ()):
+            if key not in given:
+                raise ValueError(f"rope_type {given['rope_type']!r} needs {key!r}")
+        if given.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"partial_rotary_factor {given['partial_rotary_factor']!r} is not supported; only 1.0")
+        return given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of a model; `max_model_len` in tokens, prompt and output together."""
-
-    architecture: str
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_act: str
-    rms_norm_eps: float
-    rope: RopeConfig
-    max_model_len: int
-    tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-
-
-class _Generation(BaseModel):
+class Generation(BaseModel):
     """The two keys we use of generation_config.json, which config.json may hold as well."""
 
     model_config = ConfigDict(extra="ignore")
@@ -72,63 +63,123 @@ class _Generation(BaseModel):
         return [self.eos_token_id] if isinstance(self.eos_token_id, int) else self.eos_token_id or []
 
 
-class _HfConfig(_Generation):
-    """config.json as transformers 4 and 5 write it. A missing key has the default of transformers' LlamaConfig."""
+class HfConfig(Generation):
+    """What every family's config.json holds, as transformers 4 and 5 write it.
 
-    model_config = ConfigDict(extra="ignore")
+    A family subclasses it with its own keys, whose defaults are those of its class in transformers, and with validators
+    that refuse what the family does not compute.
+    """
 
-    architectures: Annotated[list[str], Field(min_length=1)]
-    model_type: str = "llama"
-    vocab_size: _Count
-    hidden_size: _Count
-    intermediate_size: _Count
-    num_hidden_layers: _Count
-    num_attention_heads: _Count
-    num_key_value_heads: _Count | None = None
-    head_dim: _Count | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    max_position_embeddings: _Count = 2048
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model_type: str
+    vocab_size: Count
+    hidden_size: Count
+    num_hidden_layers: Count
+    max_position_embeddings: Count = 2048
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     quantization_config: dict[str, Any] | None = None
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Layers that predict further tokens (multi-token prediction), for speculative decoding."""
+        return 0
+
+    @model_validator(mode="after")
+    def _refuse_quantized_weights(self) -> HfConfig:
+        if self.quantization_config is not None:
+            method = self.quantization_config.get("quant_method")
+            raise ValueError(f"quantization_config ({method!r}) is not supported; use unquantized weights")
+        return self
+
+    def read_rope(self, given: dict[str, Any] | None = None) -> RopeConfig:
+        """The rotary embedding of `given`, by default of the whole model. Raises ValueError for one we do not compute.
+
+        It stands in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling` (before), whose type was
+        called "type".
+        """
+        given = {k: v for k, v in (given or self.rope_parameters or self.rope_scaling or {}).items() if v is not None}
+        if "rope_type" not in given and "type" in given:
+            given["rope_type"] = given["type"]
+        if self.rope_theta is not None:
+            given.setdefault("rope_theta", self.rope_theta)
+        given.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+        try:
+            return RopeConfig.model_validate(given)
+        except ValidationError as error:
+            raise ValueError(f"rope: {describe(error)}") from error
+
+
+class HeadsConfig(HfConfig):
+    """A family whose attention has `num_attention_heads` query heads that share `num_key_value_heads` key heads."""
+
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def dim_per_head(self) -> int:
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @model_validator(mode="after")
+    def _fit_heads_together(self) -> HeadsConfig:
+        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) is not a multiple of num_attention_heads "
+                f"({self.num_attention_heads}), and there is no head_dim"
+            )
+        if self.dim_per_head % 2:
+            raise ValueError(f"the head dimension must be even for rotary embeddings, it is {self.dim_per_head}")
+        if self.num_attention_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One model; `max_model_len` in tokens, prompt and output together. `hf` holds the family's own keys."""
+
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    hf: HfConfig
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
     """The model in `model_dir`. Raises ConfigError for what is no model directory, or no model we compute right."""
     path = _config_file(model_dir)
     raw = _read_json(path)
-    _require_known_architecture(path, raw)
-    hf = _validate(_HfConfig, path, raw)
-    _refuse_what_is_not_computed(path, hf)
-    generation = _Generation()
+    architecture = _known_architecture(path, raw)
+    hf = _validate(model_class(architecture).config_class, path, raw)
+    generation = Generation()
     if (generation_path := model_dir / "generation_config.json").is_file():
-        generation = _validate(_Generation, generation_path, _read_json(generation_path))
+        generation = _validate(Generation, generation_path, _read_json(generation_path))
     bos_ids = [b for b in (hf.bos_token_id, generation.bos_token_id) if b is not None]
     return ModelConfig(
-        architecture=hf.architectures[0],
-        model_type=hf.model_type,
+        architecture=architecture,
         vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=hf.head_dim or hf.hidden_size // hf.num_attention_heads,
-        hidden_act=hf.hidden_act,
-        rms_norm_eps=hf.rms_norm_eps,
-        rope=_rope(path, hf),
         max_model_len=hf.max_position_embeddings,
-        tie_word_embeddings=hf.tie_word_embeddings,
-        attention_bias=hf.attention_bias,
-        mlp_bias=hf.mlp_bias,
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=tuple(dict.fromkeys(hf.eos_token_ids() + generation.eos_token_ids())),
+        hf=hf,
     )
+
+
+def model_class(architecture: str) -> Any:
+    """The class of a registered architecture, a subclass of `pd_service.models.base.CausalLM`."""
+    return getattr(importlib.import_module(MODEL_REGISTRY[architecture]), architecture)
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
@@ -191,55 +242,17 @@ def _config_file(model_dir: Path) -> Path:
     return path
 
 
-def _require_known_architecture(path: Path, raw: dict[str, Any]) -> None:
+def _known_architecture(path: Path, raw: dict[str, Any]) -> str:
     """Asked first: a foreign model should hear that it is foreign, not which of our keys it lacks."""
     given = raw.get("architectures")
     if not isinstance(given, list) or not given or given[0] not in MODEL_REGISTRY:
         raise ConfigError(f"{path}: architectures {given!r} is not supported; {_expected()}")
+    return str(given[0])
 
 
 def _expected() -> str:
     supported = ", ".join(sorted(MODEL_REGISTRY))
     return f"expected a local Hugging Face model directory with one of the architectures: {supported}"
-
-
-def _refuse_what_is_not_computed(path: Path, hf: _HfConfig) -> None:
-    if hf.quantization_config is not None:
-        method = hf.quantization_config.get("quant_method")
-        raise ConfigError(f"{path}: quantization_config ({method!r}) is not supported; use unquantized weights")
-    if hf.hidden_act != "silu":
-        raise ConfigError(f"{path}: hidden_act {hf.hidden_act!r} is not supported; only 'silu' is")
-    if hf.head_dim is None and hf.hidden_size % hf.num_attention_heads:
-        raise ConfigError(
-            f"{path}: hidden_size ({hf.hidden_size}) is not a multiple of num_attention_heads "
-            f"({hf.num_attention_heads}), and there is no head_dim"
-        )
-    if (hf.head_dim or hf.hidden_size // hf.num_attention_heads) % 2:
-        raise ConfigError(f"{path}: the head dimension must be even for rotary embeddings")
-    if hf.num_key_value_heads and hf.num_attention_heads % hf.num_key_value_heads:
-        raise ConfigError(
-            f"{path}: num_attention_heads ({hf.num_attention_heads}) is not a multiple of num_key_value_heads "
-            f"({hf.num_key_value_heads})"
-        )
-
-
-def _rope(path: Path, hf: _HfConfig) -> RopeConfig:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before), whose type was "type"."""
-    given = {k: v for k, v in (hf.rope_parameters or hf.rope_scaling or {}).items() if v is not None}
-    if "rope_type" not in given and "type" in given:
-        given["rope_type"] = given["type"]
-    if hf.rope_theta is not None:
-        given.setdefault("rope_theta", hf.rope_theta)
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{path}: partial_rotary_factor {given['partial_rotary_factor']!r} is not supported; only 1.0"
-        )
-    given.setdefault("original_max_position_embeddings", hf.max_position_embeddings)
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-    for key in needed.get(str(given.get("rope_type", "default")), ()):
-        if key not in given:
-            raise ConfigError(f"{path}: rope_type {given['rope_type']!r} needs {key!r}")
-    return _validate(RopeConfig, path, given)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Parameters are made empty and without gradient; `loader.py` fills and packs them
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,25 +14,32 @@ from torch import nn
 
 from pd_service.models.config import RopeConfig
 from pd_service.ops import Ops
+from pd_service.ops.metadata import ForwardMetadata
 
 
-def _empty(*shape: int, dtype: torch.dtype, device: str) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how a model computes."""
+
+    dtype: torch.dtype
+    device: str
+    ops: Ops
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 class Linear(nn.Module):
     """One matrix, or several of the same input side by side (`out_sizes`), read in one go."""
 
-    def __init__(
-        self, in_size: int, *out_sizes: int, bias: bool = False, dtype: torch.dtype, device: str, ops: Ops
-    ) -> None:
+    def __init__(self, in_size: int, *out_sizes: int, bias: bool = False, place: Place) -> None:
         super().__init__()
         self.out_sizes = out_sizes
-        self.ops = ops
-        self.weight = _empty(sum(out_sizes), in_size, dtype=dtype, device=device)
-        self.bias = _empty(sum(out_sizes), dtype=dtype, device=device) if bias else None
+        self.ops = place.ops
+        self.weight = place.empty(sum(out_sizes), in_size)
+        self.bias = place.empty(sum(out_sizes)) if bias else None
 
-    def pack(self) -> None:
+    def finish_loading(self) -> None:
         """Bring the filled weight into the device's fastest layout; a shared weight stays as it is elsewhere."""
         self.weight = nn.Parameter(self.ops.pack_linear(self.weight), requires_grad=False)
 
@@ -40,39 +48,57 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    def __init__(self, num_rows: int, dim: int, *, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, num_rows: int, dim: int, *, place: Place, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight = _empty(num_rows, dim, dtype=dtype, device=device)
+        self.scale = scale
+        self.weight = place.empty(num_rows, dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # [tokens] -> [tokens, dim]
-        return F.embedding(ids, self.weight)
+        x = F.embedding(ids, self.weight)
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, *, dtype: torch.dtype, device: str, ops: Ops) -> None:
+    def __init__(self, dim: int, eps: float, *, place: Place) -> None:
         super().__init__()
         self.eps = eps
-        self.ops = ops
-        self.weight = _empty(dim, dtype=dtype, device=device)
+        self.ops = place.ops
+        self.weight = place.empty(dim)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, dim] -> [tokens, dim]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., dim] -> [..., dim]
         return self.ops.rms_norm(x, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, place: Place) -> None:
+        super().__init__()
+        self.ops = place.ops
+        self.gate_up_proj = Linear(hidden_size, intermediate_size, intermediate_size, bias=bias, place=place)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, place=place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
 
 
 class RotaryEmbedding:
     """Cosines and sines for every position below `max_model_len`, in float32; `ops.rotary` says how halves lie."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, *, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, *, place: Place) -> None:
         angles = torch.outer(torch.arange(max_model_len).float(), inverse_frequencies(rope, head_dim))
         cos, sin = angles.cos(), angles.sin()  # [max_model_len, head_dim / 2]
-        self.dtype = dtype
-        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device)  # [max_model_len, 1, head_dim]
-        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device)
+        self.dtype = place.dtype
+        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(place.device)  # [max_model_len, 1, head_dim]
+        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(place.device)
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, positions: torch.Tensor, metadata: ForwardMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, head_dim] of `positions` [tokens], once per step for all layers."""
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        return cos.to(self.dtype), sin.to(self.dtype)
+        memo = ("rotary", id(self))
+        if memo not in metadata.scratch:
+            cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+            metadata.scratch[memo] = cos.to(self.dtype), sin.to(self.dtype)
+        return metadata.scratch[memo]  # type: ignore[return-value]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

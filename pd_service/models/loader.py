@@ -6,18 +6,18 @@ little more memory than the model. A checkpoint that does not fit the model, ten
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from pd_service.errors import ConfigError
-from pd_service.models.config import MODEL_REGISTRY, ModelConfig, checkpoint_files, load_model_config
-from pd_service.models.layers import Linear
+from pd_service.models.base import CausalLM
+from pd_service.models.config import ModelConfig, checkpoint_files, load_model_config, model_class
+from pd_service.models.layers import Place
 from pd_service.ops import get_ops
 
 _CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,40 +30,57 @@ def load_model(
     device: str,
     block_size: int,
     max_model_len: int | None = None,
+    with_draft: bool = False,
     progress: Callable[[float], None] | None = None,
-) -> tuple[nn.Module, ModelConfig]:
+) -> tuple[CausalLM, ModelConfig]:
     """The model of `model_dir` in `dtype` on `device`, ready to run, and its configuration.
 
-    `max_model_len` None means what the model states; more than that is refused. `progress` receives the fraction of
-    tensors loaded. Raises ConfigError for a directory, configuration or checkpoint that cannot be used.
+    `max_model_len` None means what the model states; more than that is refused. `with_draft` builds its layer for
+    multi-token prediction as well. `progress` receives the fraction of tensors loaded. Raises ConfigError for a
+    directory, configuration or checkpoint that cannot be used.
     """
-    config = load_model_config(model_dir)
-    if max_model_len is not None:
-        if not 1 <= max_model_len <= config.max_model_len:
-            raise ConfigError(f"max_model_len {max_model_len} is not within 1..{config.max_model_len}, the model's own")
-        config = replace(config, max_model_len=max_model_len)
+    config = _bounded(load_model_config(model_dir), max_model_len)
     files = checkpoint_files(model_dir)
-    family = getattr(importlib.import_module(MODEL_REGISTRY[config.architecture]), config.architecture)
-    model = family(config, dtype=dtype, device=device, block_size=block_size, ops=get_ops(device))
-    _fill(model, _tensors(files), is_tied=config.tie_word_embeddings, progress=progress or (lambda fraction: None))
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+    model = build_model(config, dtype=dtype, device=device, block_size=block_size, with_draft=with_draft)
+    _fill(model, config, _tensors(files), progress=progress or (lambda fraction: None))
+    for module in list(model.modules()):
+        finish: Any = getattr(module, "finish_loading", None)
+        if finish is not None:
+            finish()
     return model.eval(), config
 
 
+def build_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: str, block_size: int, with_draft: bool = False
+) -> CausalLM:
+    """The model with empty weights; on the device "meta" it takes no memory and serves to plan some."""
+    if with_draft and not config.hf.num_draft_layers:
+        raise ConfigError(f"{config.architecture} of this checkpoint has no layers for multi-token prediction")
+    place = Place(dtype, device, get_ops("cpu" if device == "meta" else device))
+    options = {"with_draft": True} if with_draft else {}
+    model: CausalLM = model_class(config.architecture)(config, place=place, block_size=block_size, **options)
+    return model
+
+
+def _bounded(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    if max_model_len is None:
+        return config
+    if not 1 <= max_model_len <= config.max_model_len:
+        raise ConfigError(f"max_model_len {max_model_len} is not within 1..{config.max_model_len}, the model's own")
+    return replace(config, max_model_len=max_model_len)
+
+
 def _fill(
-    model: nn.Module,
+    model: CausalLM,
+    config: ModelConfig,
     tensors: Iterator[tuple[Path, str, torch.Tensor]],
     *,
-    is_tied: bool,
     progress: Callable[[float], None],
 ) -> None:
-    ignored = (*model.ignored_weights, *(("lm_head.weight",) if is_tied else ()))
     destinations = _destinations(model)
     seen: dict[str, Path] = {}
     for file, name, tensor in tensors:
-        if name.endswith(ignored):
+        if name not in destinations and model.is_ignored(name, config.hf):
             continue
         if name in seen:
             raise ConfigError(f"tensor {name!r} is in both {seen[name]} and {file}")
@@ -76,18 +93,27 @@ def _fill(
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(sorted(missing)[:5])}")
 
 
-def _destinations(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Checkpoint name of every tensor the model wants: the parameter, or its slice of a merged one."""
+def _destinations(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Checkpoint name of every tensor the model wants: the parameter, or its slice of a merged one.
+
+    A module with a method `checkpoint_tensors` names its own. A tied weight comes once, under its first name.
+    """
     places: dict[str, torch.Tensor] = {}
-    for path, parameter in model.named_parameters():  # a tied weight comes once, under its first name
-        module_path, _, kind = path.rpartition(".")
-        parent, _, leaf = module_path.rpartition(".")
-        parts = model.merged_weights.get(leaf)
-        if parts is None:
-            places[path] = parameter.data
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        parameters = {k: p for k, p in module.named_parameters(recurse=False) if id(p) not in seen}
+        seen |= {id(p) for p in parameters.values()}
+        if name_tensors := getattr(module, "checkpoint_tensors", None):
+            places |= {f"{path}.{name}": tensor for name, tensor in name_tensors().items()}
             continue
-        slices = parameter.data.split(model.get_submodule(module_path).out_sizes)
-        places |= {f"{parent}.{part}.{kind}": piece for part, piece in zip(parts, slices, strict=True)}
+        parent, _, leaf = path.rpartition(".")
+        if leaf in model.merged_weights:
+            parts = [f"{parent}.{part}" for part in model.merged_weights[leaf]]
+            for kind, parameter in parameters.items():
+                slices = parameter.data.split(module.out_sizes)  # type: ignore[arg-type]
+                places |= {f"{part}.{kind}": piece for part, piece in zip(parts, slices, strict=True)}
+        else:
+            places |= {f"{path}.{kind}": parameter.data for kind, parameter in parameters.items()}
     return places
 
 
