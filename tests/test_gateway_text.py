@@ -137,12 +137,6 @@ def test_the_event_loop_runs_while_a_prompt_is_encoded(tmp_path: Path) -> None:
     assert asyncio.run(scenario()) == [1]
 
 
-def test_fingerprints_differ_with_the_template_only_if_it_differs(tmp_path: Path) -> None:
-    first = byte_level_tokenizer(tmp_path / "a").fingerprint
-    assert first == byte_level_tokenizer(tmp_path / "b").fingerprint
-    assert first != byte_level_tokenizer(tmp_path / "c", template=PLAIN_TEMPLATE).fingerprint
-
-
 def test_a_directory_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         Tokenizer(tmp_path)

@@ -55,7 +55,7 @@ class Gateway:
             model_name=model_name,
             max_model_len=max_model_len,
             vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
+            eos_token_ids=self._tokenizer.end_token_ids.union(model_config.eos_token_ids),
             tokenizer=self._tokenizer,
             max_requests=settings.max_requests,
         )

@@ -1,15 +1,14 @@
 """Text to token ids and back, for one model.
 
-Encoding runs in threads of its own, so that a long prompt never holds up the event loop. A prompt starts with exactly
-one begin token when the model's tokenizer adds one, whichever way it came. Backwards, every token id stands for some
-bytes that do not depend on its neighbours; text is the UTF-8 reading of these bytes. That makes a streamed answer
-equal to the whole one by construction.
+Encoding runs in threads of its own, so that a long prompt never holds up the event loop. What the tokenizer puts before
+a text, as a rule its begin token, stands there exactly once, whichever way the prompt came. Backwards, every token id
+stands for some bytes that do not depend on its neighbours; text is the UTF-8 reading of these bytes. That makes a
+streamed answer equal to the whole one by construction.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -41,15 +40,15 @@ class Tokenizer:
         self._backend = self._renderer.backend_tokenizer
         self._backend.no_truncation()  # a prompt is refused as too long, never cut
         self._backend.no_padding()
-        self._begin_id = self._added_begin_id()
+        self._begin = self._added_before_text()
         self._pieces = _TokenPieces(self._backend)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     @property
-    def fingerprint(self) -> str:
-        """Equal for equal tokenizers and chat templates, on every machine."""
-        state = json.dumps([self._backend.to_str(), self._renderer.chat_template], sort_keys=True)
-        return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokenizer's own end token: for a tuned model often the end of a turn, which config.json does not name."""
+        end: int | None = self._renderer.eos_token_id
+        return frozenset() if end is None else frozenset({end})
 
     async def encode_text(self, text: str) -> list[int]:
         """Raw text as it stands. Raises InvalidRequest naming `prompt`."""
@@ -79,16 +78,21 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode, prompt)
 
     def _encode_text(self, text: str) -> list[int]:
-        token_ids = self._encode(text, "prompt", add_special_tokens=True)
-        begin = self._begin_id
-        # The client wrote the begin token out, and the tokenizer put another one before it.
-        return token_ids[1:] if begin is not None and token_ids[:2] == [begin, begin] else token_ids
+        return self._begun_once(self._encode(text, "prompt", add_special_tokens=True))
 
     def _encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        token_ids = self._encode(self._render(messages), "messages", add_special_tokens=False)
-        begin = self._begin_id
-        # Most templates write the begin token themselves; some leave it to the tokenizer.
-        return token_ids if begin is None or token_ids[:1] == [begin] else [begin, *token_ids]
+        text = self._render(messages)
+        token_ids = self._encode(text, "messages", add_special_tokens=False)
+        # Most templates write the begin token themselves, some behind a line break; others leave it to the tokenizer.
+        written = "".join(map(self._backend.id_to_token, self._begin))
+        return self._begun_once(token_ids if text.lstrip().startswith(written) else self._begin + token_ids)
+
+    def _begun_once(self, token_ids: list[int]) -> list[int]:
+        """Without the begin tokens that template or client wrote out and the tokenizer has put there as well."""
+        begin, size = self._begin, len(self._begin)
+        while size and token_ids[: 2 * size] == begin * 2:
+            token_ids = token_ids[size:]
+        return token_ids
 
     def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -112,17 +116,20 @@ class Tokenizer:
             raise InvalidRequest(f"messages: the chat template refuses them: {error}", "messages") from error
         return text
 
-    def _added_begin_id(self) -> int | None:
-        """The id the tokenizer puts before every text, if it is its begin token."""
-        begin: int | None = self._renderer.bos_token_id
-        return begin if begin is not None and self._backend.encode("a").ids[:1] == [begin] else None
+    def _added_before_text(self) -> list[int]:
+        """The ids the tokenizer puts before every text: none, the begin token, or a few."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a").ids
+        begins = (n for n in range(len(whole)) if whole[n : n + len(plain)] == plain)
+        return list(whole[: next(begins, 0)])
 
 
 class _TokenPieces(dict[int, bytes]):
     """The bytes of each token id, found when first asked for.
 
-    Byte-level vocabularies spell bytes as printable characters. Others hold text, with `<0xE4>` for single bytes where
-    they fall back to them; such a token is decoded behind another one, because a decoder may drop a leading space.
+    Byte-level vocabularies spell bytes as printable characters, their added tokens as they are. Others hold text, with
+    `<0xE4>` for single bytes where they fall back to them; such a token, added or not, is decoded behind another one,
+    because a decoder may drop a leading space.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -147,10 +154,8 @@ class _TokenPieces(dict[int, bytes]):
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self.special:
             return b""
-        if (content := self._added.get(token_id)) is not None:
-            return content
         if self._is_byte_level:
-            return _byte_level_bytes(token)
+            return self._added.get(token_id) or _byte_level_bytes(token)
         if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return self._behind_anchor(token_id).encode()

@@ -200,19 +200,34 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
+_TEXT_FILES = (  # whatever of this a directory has decides which token ids a text becomes, and which ids end an answer
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def fingerprint(model_dir: Path) -> str:
     """32 hex digits, equal on every host whose directory holds the same model.
 
-    Covers config.json and, per safetensors file, its name, size, header (names, types and shapes of the tensors) and
-    a sample of its bytes; reading it all would take seconds. Raises ConfigError for missing or unreadable files.
+    Covers config.json, the files of the tokenizer and its chat templates, and, per safetensors file, its name, size,
+    header (names, types and shapes of the tensors) and a sample of its bytes; reading it all would take seconds.
+    Raises ConfigError for missing or unreadable files.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
         parts = [_config_file(model_dir).read_bytes()]
         for file in checkpoint_files(model_dir):
             parts += [file.name.encode(), *_sample(file)]
+        for file in sorted(file for pattern in _TEXT_FILES for file in model_dir.glob(pattern)):
+            parts += [file.relative_to(model_dir).as_posix().encode(), file.read_bytes()]
     except OSError as error:
         raise ConfigError(f"cannot read the model in {model_dir}: {error}") from error
     for part in parts:
