@@ -104,7 +104,7 @@ def test_conversion_gives_the_tensors_and_configuration_transformers_reads(tmp_p
     assert config.bos_token_id == said["bos_token_id"]
     assert config.hf.read_rope().rope_theta == said["rope_theta"]
     assert config.hf.rms_norm_eps == pytest.approx(said["rms_norm_eps"])
-    assert config.tie_word_embeddings
+    assert config.hf.tie_word_embeddings
     assert f"dequantizing {len(made)} of {len(made)} tensors" in lines
 
 
