@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +35,8 @@ class AttentionShape:
 class GroupedQueryAttention(nn.Module):
     """`rotary` may be shared by layers; it is no part of the checkpoint."""
 
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm  # of queries and keys
+
     def __init__(self, shape: AttentionShape, rotary: RotaryEmbedding, *, place: Place) -> None:
         super().__init__()
         self.shape = shape
@@ -44,8 +47,8 @@ class GroupedQueryAttention(nn.Module):
         self.qkv_proj = Linear(shape.hidden_size, q_size, kv_size, kv_size, bias=shape.qkv_bias, place=place)
         self.o_proj = Linear(q_size, shape.hidden_size, bias=shape.o_bias, place=place)
         if shape.qk_norm_eps is not None:
-            self.q_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, place=place)
-            self.k_norm = RMSNorm(shape.head_dim, shape.qk_norm_eps, place=place)
+            self.q_norm = self.norm_class(shape.head_dim, shape.qk_norm_eps, place=place)
+            self.k_norm = self.norm_class(shape.head_dim, shape.qk_norm_eps, place=place)
 
         self.attn_type = "FullAttention" if shape.sliding_window is None else "SlidingWindow"
         self.k_cache = torch.Tensor([])

@@ -59,6 +59,9 @@ class CausalLM(nn.Module):
     }
     # Endings of checkpoint tensors that carry nothing: older conversions saved the rotary table of each layer.
     ignored_weights: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+    # Where the checkpoint holds more than the text model: its beginnings of names and ours, and those of other parts.
+    renamed_prefixes: ClassVar[dict[str, str]] = {}
+    ignored_prefixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, hf: HfConfig, model: Decoder, *, place: Place, block_size: int) -> None:
         super().__init__()
@@ -69,9 +72,19 @@ class CausalLM(nn.Module):
             self.lm_head.weight = model.embed_tokens.weight
 
     @classmethod
+    def name_here(cls, name: str) -> str:
+        """The attribute path of the checkpoint tensor `name`."""
+        for prefix, ours in cls.renamed_prefixes.items():
+            if name.startswith(prefix):
+                return ours + name.removeprefix(prefix)
+        return name
+
+    @classmethod
     def is_ignored(cls, name: str, hf: HfConfig) -> bool:
-        """Whether the checkpoint tensor `name` has no place in the model and needs none."""
-        return name.endswith(cls.ignored_weights) or (hf.tie_word_embeddings and name == "lm_head.weight")
+        """Whether the tensor `name`, an attribute path, has no place in the model and needs none."""
+        if hf.tie_word_embeddings and name == "lm_head.weight":
+            return True
+        return name.endswith(cls.ignored_weights) or name.startswith(cls.ignored_prefixes)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata) -> torch.Tensor:
         """`input_ids` and `positions` [tokens] to the last hidden states [tokens, hidden]; writes the KV cache."""

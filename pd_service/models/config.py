@@ -20,6 +20,8 @@ from pd_service.config import describe
 from pd_service.errors import ConfigError
 
 MODEL_REGISTRY = {  # architecture: the module that defines the class of that name
+    "Gemma3ForCausalLM": "pd_service.models.gemma3",
+    "Gemma3ForConditionalGeneration": "pd_service.models.gemma3",
     "LlamaForCausalLM": "pd_service.models.llama",
 }
 
@@ -142,6 +144,37 @@ class HeadsConfig(HfConfig):
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
+        return self
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+class LayerTypesConfig(HeadsConfig):
+    """A family in which some layers see all positions, others the last `sliding_window`, the current one included."""
+
+    sliding_window: Count | None = None
+    layer_types: list[LayerType] | None = None
+
+    @property
+    def full_attention_period(self) -> int:
+        """Where there are no `layer_types`, each layer of this number sees all positions, the others a window."""
+        return 1
+
+    def type_of_layers(self) -> list[LayerType]:
+        """One entry per layer."""
+        if self.layer_types is not None:
+            return self.layer_types
+        numbers = range(1, self.num_hidden_layers + 1)
+        return ["sliding_attention" if n % self.full_attention_period else "full_attention" for n in numbers]
+
+    @model_validator(mode="after")
+    def _type_every_layer(self) -> LayerTypesConfig:
+        types = self.type_of_layers()
+        if len(types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {self.num_hidden_layers}")
+        if "sliding_attention" in types and self.sliding_window is None:
+            raise ValueError("layer_types holds 'sliding_attention', which needs sliding_window")
         return self
 
 

@@ -6,6 +6,7 @@ Parameters are made empty and without gradient; `loader.py` fills and packs them
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,16 +71,24 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or another activation of gate and up side by side."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, place: Place) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        place: Place,
+    ) -> None:
         super().__init__()
-        self.ops = place.ops
+        self.activate = activate or place.ops.silu_and_mul
         self.gate_up_proj = Linear(hidden_size, intermediate_size, intermediate_size, bias=bias, place=place)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, place=place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
-        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.activate(self.gate_up_proj(x)))
 
 
 class RotaryEmbedding:

@@ -80,14 +80,15 @@ def _fill(
     destinations = _destinations(model)
     seen: dict[str, Path] = {}
     for file, name, tensor in tensors:
-        if name not in destinations and model.is_ignored(name, config.hf):
+        path = model.name_here(name)
+        if path not in destinations and model.is_ignored(path, config.hf):
             continue
-        if name in seen:
-            raise ConfigError(f"tensor {name!r} is in both {seen[name]} and {file}")
-        if name not in destinations:
+        if path in seen:
+            raise ConfigError(f"tensor {name!r} is in both {seen[path]} and {file}")
+        if path not in destinations:
             raise ConfigError(f"{file}: tensor {name!r} has no place in {type(model).__name__}")
-        _copy(file, name, tensor, destinations[name])
-        seen[name] = file
+        _copy(file, name, tensor, destinations[path])
+        seen[path] = file
         progress(len(seen) / len(destinations))
     if missing := destinations.keys() - seen.keys():
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(sorted(missing)[:5])}")

@@ -33,6 +33,8 @@ class Ops(Protocol):
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
     def write_kv(
         self,
         key: torch.Tensor,

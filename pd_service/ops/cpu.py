@@ -55,8 +55,13 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x` [..., dim] divided by its root mean square over `dim`, times `weight` [dim]."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """`x` [..., dim] divided by its root mean square over `dim`, times `weight` [dim].
+
+    The result is rounded once, to the type of `x`; the weight may be float32 where `x` is not.
+    """
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -73,6 +78,12 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, 2 * dim] holds gate and up side by side: silu(gate) * up, [tokens, dim]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """`x` [tokens, 2 * dim] holds gate and up side by side: gelu(gate) * up, [tokens, dim]. Gelu in its tanh form."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def write_kv(
