@@ -8,7 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pd_service.gateway.generation import (
@@ -49,16 +49,6 @@ def byte_level_tokenizer(
     )
     backend.train_from_iterator(_CORPUS, trainer)
     return _saved(backend, directory, adds_begin=adds_begin, template=template)
-
-
-def byte_fallback_tokenizer(directory: Path) -> Tokenizer:
-    """Words with a visible leading space, single bytes for the rest, and a decoder that drops the first space."""
-    pieces = [BEGIN, END, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁b", "a", "b", "ab"]
-    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("a", "b")], byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    strip = decoders.Strip(" ", 1, 0)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    return _saved(backend, directory, adds_begin=True, template=None)
 
 
 def _saved(backend: Backend, directory: Path, *, adds_begin: bool, template: str | None) -> Tokenizer:

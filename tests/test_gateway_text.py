@@ -1,19 +1,14 @@
-"""Laws of the gateway's text: tokenizer, detokenizer with stop strings, intake, and the core both doors use."""
+"""Laws of the intake, and of the core both doors use."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 from gateway_fakes import (
-    BEGIN_TEMPLATE,
-    PLAIN_TEMPLATE,
     FakeStory,
     Step,
-    byte_fallback_tokenizer,
     byte_level_tokenizer,
     collect,
     end,
@@ -22,11 +17,8 @@ from gateway_fakes import (
     outcomes,
     tokens,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pd_service.errors import (
-    ConfigError,
     DeadlineExceeded,
     DuplicateRequest,
     EngineLost,
@@ -37,7 +29,6 @@ from pd_service.errors import (
     Unavailable,
     UnknownModel,
 )
-from pd_service.gateway.detokenizer import IncrementalDetokenizer
 from pd_service.gateway.generation import GenerationDelta, GenerationFinish, StoryTokens
 from pd_service.gateway.intake import (
     ChatPrompt,
@@ -48,10 +39,9 @@ from pd_service.gateway.intake import (
     sampling_params,
 )
 from pd_service.gateway.tokenizer import Tokenizer
-from pd_service.request import ChatMessage, FinishReason, TokenLogprobs
+from pd_service.request import FinishReason, TokenLogprobs
 
-BEGIN_ID, END_ID = 0, 1
-CHAT = [ChatMessage(role="user", content="hello")]
+END_ID = 1
 
 
 @pytest.fixture(scope="module")
@@ -59,200 +49,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_level_tokenizer(tmp_path_factory.mktemp("byte_level"))
 
 
-@pytest.fixture(scope="module")
-def spaced(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return byte_fallback_tokenizer(tmp_path_factory.mktemp("byte_fallback"))
-
-
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of `text` without the begin token."""
-    return asyncio.run(tokenizer.encode_text(text))[1:]
-
-
 def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
     """One token per byte."""
     of_byte = {tokenizer.token_bytes(token_id): token_id for token_id in range(380)}
     return [of_byte[bytes([byte])] for byte in data]
-
-
-# Tokenizer
-
-
-@pytest.mark.parametrize("text", ["hello", "<s>hello", " hello", "日本"])
-def test_raw_text_gets_exactly_one_begin_token(tokenizer: Tokenizer, text: str) -> None:
-    token_ids = asyncio.run(tokenizer.encode_text(text))
-    assert token_ids[0] == BEGIN_ID
-    assert token_ids.count(BEGIN_ID) == 1
-    assert tokenizer.decode(token_ids) == text.removeprefix("<s>")
-
-
-@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, BEGIN_TEMPLATE])
-def test_chat_gets_exactly_one_begin_token_with_any_template(tmp_path: Path, template: str) -> None:
-    token_ids = asyncio.run(byte_level_tokenizer(tmp_path, template=template).encode_chat(CHAT))
-    assert token_ids[0] == BEGIN_ID
-    assert token_ids.count(BEGIN_ID) == 1
-
-
-def test_no_begin_token_is_invented_for_a_tokenizer_that_adds_none(tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer(tmp_path, adds_begin=False, template=PLAIN_TEMPLATE)
-    assert BEGIN_ID not in asyncio.run(tokenizer.encode_text("hello"))
-    assert BEGIN_ID not in asyncio.run(tokenizer.encode_chat(CHAT))
-
-
-def test_chat_ends_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
-    assert tokenizer.decode(asyncio.run(tokenizer.encode_chat(CHAT))) == "[user]hello[assistant]"
-
-
-def test_chat_without_a_template_is_refused_with_the_models_name(tmp_path: Path) -> None:
-    tokenizer = byte_level_tokenizer(tmp_path / "plain-model", template=None)
-    with pytest.raises(InvalidRequest, match="plain-model") as caught:
-        asyncio.run(tokenizer.encode_chat(CHAT))
-    assert caught.value.field == "messages"
-
-
-def test_what_the_template_refuses_is_the_clients_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="unknown role robot") as caught:
-        asyncio.run(tokenizer.encode_chat([ChatMessage(role="robot", content="")]))
-    assert caught.value.field == "messages"
-
-
-def test_text_that_is_not_unicode_is_the_clients_error(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="surrogates"):
-        asyncio.run(tokenizer.encode_text("a\ud800"))
-
-
-def test_the_event_loop_runs_while_a_prompt_is_encoded(tmp_path: Path) -> None:
-    loop_ran = threading.Event()
-
-    class Waiting(Tokenizer):
-        def _encode_text(self, text: str) -> list[int]:
-            return [int(loop_ran.wait(timeout=60))]
-
-    async def scenario() -> list[int]:
-        tokenizer = Waiting(tmp_path)
-        asyncio.get_running_loop().call_soon(loop_ran.set)
-        return await tokenizer.encode_text("")
-
-    byte_level_tokenizer(tmp_path)
-    assert asyncio.run(scenario()) == [1]
-
-
-def test_a_directory_without_a_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=str(tmp_path)):
-        Tokenizer(tmp_path)
-
-
-# Detokenizer
-
-
-@given(data=st.data(), token_ids=st.lists(st.integers(0, 400), max_size=40))
-def test_all_deltas_together_are_the_decoded_whole(
-    tokenizer: Tokenizer, data: st.DataObject, token_ids: list[int]
-) -> None:
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    text, rest = "", token_ids
-    while rest:
-        count = data.draw(st.integers(1, len(rest)))
-        text, rest = text + detokenizer.push(rest[:count]), rest[count:]
-    text += detokenizer.flush()
-    assert text == tokenizer.decode(token_ids) == tokenizer._backend.decode(token_ids, skip_special_tokens=True)
-
-
-@given(
-    raw=st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0x82, 0xFF, 0xED])).map(bytes)
-)
-def test_any_bytes_stream_as_they_decode(tokenizer: Tokenizer, spaced: Tokenizer, raw: bytes) -> None:
-    for kind in (tokenizer, spaced):
-        detokenizer = IncrementalDetokenizer(kind)
-        text = "".join(detokenizer.push([token_id]) for token_id in byte_ids(kind, raw))
-        assert text + detokenizer.flush() == raw.decode(errors="replace")
-
-
-@given(text=st.text())
-def test_no_part_of_a_character_is_sent(tokenizer: Tokenizer, text: str) -> None:
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    sent = ""
-    for count, token_id in enumerate(token_ids := byte_ids(tokenizer, text.encode()), start=1):
-        sent += detokenizer.push([token_id])
-        assert sent == text.encode()[:count].decode(errors="ignore")
-    assert len(token_ids) == detokenizer.num_tokens
-
-
-def test_a_broken_character_is_replaced_as_soon_as_it_is_known_to_be_broken(tokenizer: Tokenizer) -> None:
-    first, letter = byte_ids(tokenizer, b"\xe4A")
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    assert [detokenizer.push([first]), detokenizer.push([letter]), detokenizer.push([first])] == ["", "\ufffdA", ""]
-    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
-
-
-def test_leading_and_repeated_spaces_survive(tokenizer: Tokenizer, spaced: Tokenizer) -> None:
-    for kind, text in ((tokenizer, "  hello   world "), (spaced, " a  b   ab ")):
-        ids = byte_ids(kind, b"") + encode(kind, text)
-        detokenizer = IncrementalDetokenizer(kind)
-        sent = [detokenizer.push([token_id]) for token_id in ids]
-        assert "".join(sent).endswith(text)
-        assert sent[0].startswith(" ")
-
-
-def test_special_and_unknown_tokens_have_no_text(tokenizer: Tokenizer) -> None:
-    hello = encode(tokenizer, "hello")
-    assert tokenizer.decode([BEGIN_ID, *hello, END_ID, 10**6]) == "hello"
-    assert tokenizer.token_text(END_ID) == "</s>"
-
-
-AB_TEXT = st.text("ab", max_size=24)
-AB_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
-
-
-def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """(begin, end) of the stop string that ends first, the longest of these, by trying every end."""
-    for stop_end in range(1, len(text) + 1):
-        lengths = [len(stop) for stop in stops if text[:stop_end].endswith(stop)]
-        if lengths:
-            return stop_end - max(lengths), stop_end
-    return None
-
-
-def longest_beginning(text: str, stops: list[str]) -> int:
-    lengths = range(len(text) + 1)
-    return max(n for n in lengths if n == 0 or any(stop.startswith(text[-n:]) for stop in stops))
-
-
-@given(text=AB_TEXT, stops=AB_STOPS)
-def test_held_back_is_exactly_what_can_become_a_stop_string(spaced: Tokenizer, text: str, stops: list[str]) -> None:
-    detokenizer = IncrementalDetokenizer(spaced, stops)
-    found = first_stop(text, stops)
-    sent = ""
-    for count, token_id in enumerate(byte_ids(spaced, text.encode()), start=1):
-        sent += detokenizer.push([token_id])
-        seen = text[:count]
-        if found and count >= found[1]:
-            assert (detokenizer.stopped, sent) == (True, text[: found[0]])
-        else:
-            assert (detokenizer.stopped, sent) == (False, seen[: count - longest_beginning(seen, stops)])
-    assert sent + detokenizer.flush() == (text[: found[0]] if found else text)
-    assert detokenizer.num_tokens == (found[1] if found else len(text))
-
-
-@given(text=AB_TEXT, stops=AB_STOPS, data=st.data())
-def test_a_stop_string_does_not_depend_on_how_text_is_cut_into_tokens(
-    tokenizer: Tokenizer, text: str, stops: list[str], data: st.DataObject
-) -> None:
-    results = set()
-    for token_ids in (byte_ids(tokenizer, text.encode()), encode(tokenizer, text)):
-        detokenizer = IncrementalDetokenizer(tokenizer, stops)
-        cut = data.draw(st.integers(0, len(token_ids)))
-        sent = detokenizer.push(token_ids[:cut]) + detokenizer.push(token_ids[cut:]) + detokenizer.flush()
-        results.add((sent, detokenizer.stopped))
-    assert len(results) == 1
-
-
-def test_a_stop_string_inside_one_token_ends_the_answer_within_it(tokenizer: Tokenizer) -> None:
-    hello = encode(tokenizer, " hello")
-    assert len(hello) == 1  # or this test would not test what it says
-    detokenizer = IncrementalDetokenizer(tokenizer, ["ell"])
-    assert detokenizer.push([*hello, *hello]) == " h"
-    assert (detokenizer.stopped, detokenizer.num_tokens, detokenizer.flush()) == (True, 1, "")
 
 
 # Intake

@@ -23,6 +23,8 @@ from pd_service.errors import ConfigError, InvalidRequest
 from pd_service.request import ChatMessage
 
 _NUM_THREADS = 2
+# A template is a program that runs on the client's messages: these are its ways to fail at them.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _T = TypeVar("_T")
 
 
@@ -112,7 +114,7 @@ class Tokenizer:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text: str = self._renderer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"messages: the chat template refuses them: {error}", "messages") from error
         return text
 
