@@ -21,6 +21,7 @@ MAX_LOGIT_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_CHARS = 128
+MAX_ANSWERS = 128
 
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 _TokenId = Annotated[int, Field(ge=0)]
@@ -169,13 +170,15 @@ class TokenEvent:
     """What an engine says about one request after one step; with `finish` it is the last word.
 
     `prompt_logprobs` has one entry for each prompt token but the first, when asked for, and comes once: with the first
-    token of the engine that computed the prompt.
+    token of the engine that computed the prompt. `num_drafted` guesses were verified for these tokens, of which all but
+    the last are guesses that proved right.
     """
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    num_drafted: int = 0
     finish: FinishReason | None = None
     ticket: Ticket | None = None
     times: EngineTimes | None = None

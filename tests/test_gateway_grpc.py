@@ -100,7 +100,25 @@ def test_unset_sampling_has_the_documented_defaults(tokenizer: Tokenizer) -> Non
     against(make_generation(tokenizer, story), scenario)
     sampling = story.jobs[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
-    assert sampling.logprobs is None
+    assert (sampling.logprobs, sampling.prompt_logprobs, sampling.logit_bias) == (None, None, ())
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0, 0, 1)
+    assert [(job.index, job.priority, job.cache_salt) for job in story.jobs] == [(0, 0, "")]
+
+
+def test_penalties_bias_priority_and_salt_reach_the_story(tokenizer: Tokenizer) -> None:
+    story = FakeStory(end())
+
+    async def scenario(channel: grpc.aio.Channel) -> None:
+        penalties = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+        sampling = pb.Sampling(logit_bias={7: -100, 5: 2.5}, **penalties)
+        await answer(channel, ids(5, sampling=sampling, priority=-100, cache_salt="mine"))
+
+    against(make_generation(tokenizer, story), scenario)
+    (job,) = story.jobs
+    given = job.sampling
+    assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (-2, 0.5, 1.5)
+    assert given.logit_bias == ((5, 2.5), (7, -100))
+    assert (job.priority, job.cache_salt) == (-100, "mine")
 
 
 def test_held_back_text_is_a_delta_before_the_finish(tokenizer: Tokenizer) -> None:
@@ -147,6 +165,21 @@ REFUSALS = [
     (ids(5, sampling=pb.Sampling(max_tokens=64)), "INVALID_ARGUMENT", "max_tokens"),
     (ids(5, sampling=pb.Sampling(logprobs=21)), "INVALID_ARGUMENT", "logprobs"),
     (ids(5, sampling=pb.Sampling(stop_token_ids=[400])), "INVALID_ARGUMENT", "stop_token_ids"),
+    (ids(5, sampling=pb.Sampling(prompt_logprobs=21)), "INVALID_ARGUMENT", "prompt_logprobs"),
+    (ids(5, sampling=pb.Sampling(presence_penalty=2.5)), "INVALID_ARGUMENT", "presence_penalty"),
+    (ids(5, sampling=pb.Sampling(frequency_penalty=-2.5)), "INVALID_ARGUMENT", "frequency_penalty"),
+    (ids(5, sampling=pb.Sampling(frequency_penalty=float("nan"))), "INVALID_ARGUMENT", "frequency_penalty"),
+    (ids(5, sampling=pb.Sampling(repetition_penalty=0)), "INVALID_ARGUMENT", "repetition_penalty"),
+    (ids(5, sampling=pb.Sampling(repetition_penalty=2.5)), "INVALID_ARGUMENT", "repetition_penalty"),
+    (ids(5, sampling=pb.Sampling(repetition_penalty=float("nan"))), "INVALID_ARGUMENT", "repetition_penalty"),
+    (ids(5, sampling=pb.Sampling(logit_bias={380: 1})), "INVALID_ARGUMENT", "logit_bias: no token has the id 380"),
+    (ids(5, sampling=pb.Sampling(logit_bias={5: -101})), "INVALID_ARGUMENT", "logit_bias.5"),
+    (ids(5, sampling=pb.Sampling(logit_bias={5: float("nan")})), "INVALID_ARGUMENT", "logit_bias.5"),
+    (ids(5, sampling=pb.Sampling(logit_bias=dict.fromkeys(range(1025), 0))), "INVALID_ARGUMENT", "at most 1024"),
+    (ids(5, n=0), "INVALID_ARGUMENT", "n: 1 to 8"),
+    (ids(5, n=9), "INVALID_ARGUMENT", "n: 1 to 8"),
+    (ids(5, priority=101), "INVALID_ARGUMENT", "priority: -100 to 100"),
+    (ids(5, cache_salt="x" * 129), "INVALID_ARGUMENT", "cache_salt"),
 ]
 
 

@@ -119,7 +119,9 @@ def test_an_answer_carries_the_clients_id_and_the_served_model(tokenizer: Tokeni
 @pytest.mark.parametrize(("path", "body"), DOORS)
 def test_supported_options_reach_the_story(tokenizer: Tokenizer, path: str, body: Json) -> None:
     options = {"temperature": 0, "top_p": 0.5, "top_k": 4, "min_p": 0.1, "seed": 3, "max_tokens": 7}
-    asked = {**body, **options, "stop_token_ids": [9], "ignore_eos": True}
+    penalties = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.5}
+    asked = {**body, **options, **penalties, "stop_token_ids": [9], "ignore_eos": True}
+    asked |= {"logit_bias": {"7": -100, "5": 2.5}, "priority": -3, "cache_salt": "mine"}
     generation = make_generation(tokenizer, story := FakeStory(end()))
 
     async def scenario(client: httpx.AsyncClient) -> None:
@@ -130,6 +132,9 @@ def test_supported_options_reach_the_story(tokenizer: Tokenizer, path: str, body
     given = job.sampling
     assert (given.temperature, given.top_p, given.top_k, given.min_p, given.seed) == (0, 0.5, 4, 0.1, 3)
     assert (given.stop_token_ids, job.max_new_tokens) == ({9}, 7)
+    assert (given.presence_penalty, given.frequency_penalty, given.repetition_penalty) == (-2, 0.5, 1.5)
+    assert given.logit_bias == ((5, 2.5), (7, -100))
+    assert (job.priority, job.cache_salt, given.prompt_logprobs) == (-3, "mine", None)
 
 
 def test_max_completion_tokens_limits_a_chat(tokenizer: Tokenizer) -> None:
@@ -180,8 +185,8 @@ def test_log_probabilities_have_one_entry_per_token(tokenizer: Tokenizer) -> Non
     assert [top["token"] for top in entries[0]["top_logprobs"]] == ["a", "</s>"]
 
 
-NEUTRAL = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": None}
-NEUTRAL_COMPLETION = {"best_of": 1, "echo": False, "suffix": None}
+NEUTRAL = {"user": None}
+NEUTRAL_COMPLETION = {"best_of": 1, "suffix": None}
 NEUTRAL_CHAT = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "store": False, "metadata": {}}
 
 
@@ -192,11 +197,32 @@ def test_options_we_do_not_have_are_taken_with_the_value_that_asks_for_nothing(t
 
 
 BOTH_REFUSE: list[tuple[Json, str]] = [
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 129}, "n"),
     ({"n": True}, "n"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"n": 1.5}, "n"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"presence_penalty": "1"}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 2.1}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"380": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ({"priority": 101}, "priority"),
+    ({"priority": -101}, "priority"),
+    ({"priority": "high"}, "priority"),
+    ({"cache_salt": "x" * 129}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
     ({"user": "u"}, "user"),
     ({"surprise": 1}, "surprise"),
     ({"temperature": 2.5}, "temperature"),
@@ -228,7 +254,9 @@ COMPLETIONS_REFUSE: list[tuple[Json, str]] = [
     ({"prompt": [5] * 64}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"best_of": 2}, "best_of"),
-    ({"echo": True}, "echo"),
+    ({"n": 2, "best_of": 3}, "best_of"),
+    ({"echo": 1}, "echo"),
+    ({"echo": True, "logprobs": 21}, "logprobs"),
     ({"suffix": "x"}, "suffix"),
     ({"messages": []}, "messages"),
 ]
@@ -241,6 +269,8 @@ CHATS_REFUSE: list[tuple[Json, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens"),
+    ({"echo": True}, "echo"),
+    ({"best_of": 1}, "best_of"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -274,9 +304,22 @@ def test_every_refusal_names_the_field_in_the_documented_form(tokenizer: Tokeniz
     assert outcomes(generation) == {"refused": len(refusals())}
 
 
-def test_what_is_allowed_instead_is_told(tokenizer: Tokenizer) -> None:
-    message = post(tokenizer, "/v1/completions", COMPLETION | {"n": 3}).json()["error"]["message"]
-    assert message == "n: not supported; allowed: None, 1 (given: 3)"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user": "u"}, "user: not supported; allowed: None (given: 'u')"),
+        ({"n": 9}, "n: 1 to 8 are allowed (given: 9)"),
+        ({"presence_penalty": 3}, "presence_penalty: Input should be less than or equal to 2 (given: 3.0)"),
+        ({"repetition_penalty": 0}, "repetition_penalty: Input should be greater than 0 (given: 0.0)"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5: Input should be less than or equal to 100 (given: 101.0)"),
+        ({"logit_bias": {"400": 1}}, "logit_bias: no token has the id 400; allowed: 0 to 379"),
+        ({"priority": 101}, "priority: -100 to 100 are allowed (given: 101)"),
+        ({"cache_salt": "x" * 129}, "cache_salt: 129 characters, at most 128 are allowed"),
+        ({"n": 2, "best_of": 3}, "best_of: answers are not ranked; allowed: 1 and n, which is 2 (given: 3)"),
+    ],
+)
+def test_what_is_allowed_instead_is_told(tokenizer: Tokenizer, change: Json, message: str) -> None:
+    assert post(tokenizer, "/v1/completions", COMPLETION | change).json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"prompt": "\\ud800"}'])
@@ -554,7 +597,7 @@ def test_the_official_client_sees_errors_as_what_they_are(tokenizer: Tokenizer) 
         with pytest.raises(openai.NotFoundError, match="served: 'tiny'"):
             await client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.completions.create(model="tiny", prompt="x", n=2)
+            await client.completions.create(model="tiny", prompt="x", n=0)
         assert refused.value.param == "n"
         stream = await client.completions.create(model="tiny", prompt="x", stream=True)
         with pytest.raises(openai.APIError, match="gone"):

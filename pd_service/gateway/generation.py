@@ -1,39 +1,49 @@
 """One request, from what the client asked to the text it receives: the core behind both doors.
 
-Owns the seam to the routing part (`Story`, what goes in: `Job`, what comes out: `StoryEvent`), the answer's text with
-its stop strings, and the counting. Knows neither transports nor engines. Always true: a stream that ended without
-`GenerationFinish` raised an error; every request counts in exactly one outcome; closing the generator closes the story.
+Owns the seam to the routing part (`Story`, what goes in: `Job`, what comes out: `StoryEvent`), each answer's text with
+its stop strings, and the counting. Knows neither transports nor engines. Always true: a stream that ended without a
+`GenerationFinish` of each answer raised an error; every request counts in exactly one outcome, however many answers it
+has; closing the generator closes all its stories.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Protocol
 
 from pd_service.errors import DeadlineExceeded, PdError
+from pd_service.gateway.accounting import TokenTiming, counted
 from pd_service.gateway.detokenizer import IncrementalDetokenizer
-from pd_service.gateway.intake import ClientRequest, Intake, Job
+from pd_service.gateway.intake import ClientRequest, Intake, TextPrompt
+from pd_service.gateway.interleave import interleaved
+from pd_service.gateway.job import Job
 from pd_service.gateway.phases import Phases
-from pd_service.metrics import GatewayMetrics, Outcome
+from pd_service.metrics import GatewayMetrics
 from pd_service.request import FinishReason, RequestId, TokenLogprobs
 
 __all__ = [
     "Generation",
     "GenerationDelta",
+    "GenerationEvent",
     "GenerationFinish",
+    "GenerationPrompt",
     "Job",
     "Story",
     "StoryEnd",
     "StoryEvent",
+    "StoryPrompt",
     "StoryTokens",
 ]
 
-# A client's own timer cancels its call when its deadline passes, and the two clocks do not agree to the millisecond:
-# a call that is cancelled with less than this part of its time left has met its deadline.
-_DEADLINE_SLACK = 0.02
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoryPrompt:
+    """What the model thought of the prompt, one entry for each token but the first: before all tokens, once."""
+
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class StoryEnd:
     finish: FinishReason
 
 
-StoryEvent = StoryTokens | StoryEnd
+StoryEvent = StoryPrompt | StoryTokens | StoryEnd
 
 
 class Story(Protocol):
@@ -63,13 +73,18 @@ class Story(Protocol):
     def run(self, job: Job) -> AsyncGenerator[StoryEvent, None]:
         """Yields `StoryTokens` and then one `StoryEnd`; raises classes of `pd_service.errors`. Keeps `job.phases`.
 
-        Closing the generator, or cancelling the task that waits in it, cancels the request everywhere.
+        Before them comes a `StoryPrompt` if the job asks for it and its prompt has more than one token. Closing the
+        generator, or cancelling the task that waits in it, cancels the request everywhere.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDelta:
-    """New tokens and the text that became certain with them, which may be empty."""
+class GenerationPrompt:
+    """The prompt, when its echo or its log probabilities were asked for: once, before all answers.
+
+    `text` is the client's own, or that of the token ids if it sent no raw text. `logprobs` has one entry for each
+    token but the first if asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -77,8 +92,18 @@ class GenerationDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDelta:
+    """New tokens of one answer and the text that became certain with them, which may be empty."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFinish:
-    """The end of a complete answer. `text` is what was held back until now and is certain with the end."""
+    """The end of one complete answer. `text` is what was held back until now and is certain with the end."""
 
     request_id: RequestId
     reason: FinishReason
@@ -86,6 +111,10 @@ class GenerationFinish:
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
     phases: Phases
+    index: int = 0
+
+
+GenerationEvent = GenerationPrompt | GenerationDelta | GenerationFinish
 
 
 class Generation:
@@ -98,48 +127,61 @@ class Generation:
 
     async def generate(
         self, request: ClientRequest, deadline: float | None = None
-    ) -> AsyncGenerator[GenerationDelta | GenerationFinish, None]:
-        """Yields deltas and then one finish. `deadline` is a time of the event loop's clock.
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        """Yields deltas and then one finish of each answer. `deadline` is a time of the event loop's clock.
 
         Raises what `Intake.admit` and the story raise, and DeadlineExceeded. Closing it (`contextlib.aclosing`) cancels
         the request.
         """
-        with self.metrics.live_requests.track_inprogress(), _counted(self.metrics, deadline) as progress:
+        with self.metrics.live_requests.track_inprogress(), counted(self.metrics, deadline, request.n) as progress:
             async with self.intake.admit(request, deadline) as job:
                 progress.is_accepted = True
                 self.metrics.count_prompt_tokens(len(job.prompt_token_ids))
-                async with aclosing(self._answer(job, request.sampling.stop)) as events:
+                answers = [self._answer(job.answer(index), request) for index in range(request.n)]
+                async with aclosing(interleaved(answers)) as events:
                     async for event in events:
-                        progress.is_finished = isinstance(event, GenerationFinish)
+                        progress.num_missing -= isinstance(event, GenerationFinish)
                         yield event
 
-    async def _answer(
-        self, job: Job, stop_strings: tuple[str, ...]
-    ) -> AsyncGenerator[GenerationDelta | GenerationFinish, None]:
-        detokenizer = IncrementalDetokenizer(self.intake.tokenizer, stop_strings)
-        timing = _TokenTiming(self.metrics, job.phases.mark)
-        end: StoryEnd | None = None
+    async def _answer(self, job: Job, request: ClientRequest) -> AsyncGenerator[GenerationEvent, None]:
+        detokenizer = IncrementalDetokenizer(self.intake.tokenizer, request.sampling.stop)
+        timing = TokenTiming(self.metrics, job)
         async with aclosing(self._story.run(job)) as events:
-            while end is None and not detokenizer.stopped:
+            event = await _next(events, job.deadline)
+            if job.index == 0 and (request.echo or request.sampling.prompt_logprobs is not None):
+                yield self._prompt(job, request, event)
+            if isinstance(event, StoryPrompt):
                 event = await _next(events, job.deadline)
-                if isinstance(event, StoryEnd):
-                    end = event
-                else:
-                    delta = _delta(event, detokenizer)
-                    timing.observe(len(delta.token_ids))
-                    yield delta
-        yield self._finish(job, detokenizer, end)
+            while isinstance(event, StoryTokens):
+                delta = _delta(event, detokenizer, job.index)
+                timing.observe(len(delta.token_ids))
+                yield delta
+                if detokenizer.stopped:
+                    break
+                event = await _next(events, job.deadline)
+        assert not isinstance(event, StoryPrompt), "a story tells of its prompt twice, or too late"
+        yield self._finish(job, detokenizer, event)
 
-    def _finish(self, job: Job, detokenizer: IncrementalDetokenizer, end: StoryEnd | None) -> GenerationFinish:
+    def _prompt(self, job: Job, request: ClientRequest, event: StoryEvent) -> GenerationPrompt:
+        logprobs = event.logprobs if isinstance(event, StoryPrompt) else ()
+        num_judged = 0 if job.sampling.prompt_logprobs is None else len(job.prompt_token_ids) - 1
+        if len(logprobs) != num_judged:
+            raise PdError(f"{len(logprobs)} log probabilities came for {num_judged} tokens of the prompt")
+        given, token_ids = request.prompt, job.prompt_token_ids
+        text = given.text if isinstance(given, TextPrompt) else self.intake.tokenizer.decode(token_ids)
+        return GenerationPrompt(text=text, token_ids=token_ids, logprobs=logprobs)
+
+    def _finish(self, job: Job, detokenizer: IncrementalDetokenizer, last: StoryTokens | StoryEnd) -> GenerationFinish:
         self._observe_phases(job.phases)
         text = detokenizer.flush()
         return GenerationFinish(
             request_id=job.request_id,
-            reason=FinishReason.STOP if end is None or detokenizer.stopped else end.finish,
+            reason=last.finish if isinstance(last, StoryEnd) and not detokenizer.stopped else FinishReason.STOP,
             text=text,
             prompt_token_ids=job.prompt_token_ids,
             num_output_tokens=detokenizer.num_tokens,
             phases=job.phases,
+            index=job.index,
         )
 
     def _observe_phases(self, phases: Phases) -> None:
@@ -148,12 +190,12 @@ class Generation:
                 self.metrics.observe_phase(item.name.removesuffix("_ms"), getattr(phases, item.name) / 1e3)
 
 
-def _delta(event: StoryTokens, detokenizer: IncrementalDetokenizer) -> GenerationDelta:
+def _delta(event: StoryTokens, detokenizer: IncrementalDetokenizer, index: int) -> GenerationDelta:
     """Tokens behind the one that completed a stop string are not part of the answer."""
     before = detokenizer.num_tokens
     text = detokenizer.push(event.token_ids)
     count = detokenizer.num_tokens - before
-    return GenerationDelta(text=text, token_ids=event.token_ids[:count], logprobs=event.logprobs[:count])
+    return GenerationDelta(text=text, token_ids=event.token_ids[:count], logprobs=event.logprobs[:count], index=index)
 
 
 async def _next(events: AsyncGenerator[StoryEvent, None], deadline: float | None) -> StoryEvent:
@@ -168,60 +210,3 @@ async def _next(events: AsyncGenerator[StoryEvent, None], deadline: float | None
         if not timer.expired():
             raise
         raise DeadlineExceeded("the deadline passed before the answer was complete") from error
-
-
-class _TokenTiming:
-    """Observes the time to the first token and between tokens; tokens that came together share their gap."""
-
-    def __init__(self, metrics: GatewayMetrics, accepted_at: float) -> None:
-        self._metrics = metrics
-        self._last = accepted_at
-        self._is_first = True
-
-    def observe(self, num_tokens: int) -> None:
-        now = asyncio.get_running_loop().time()
-        gap_s, self._last = now - self._last, now
-        self._metrics.count_output_tokens(num_tokens)
-        if self._is_first:
-            self._metrics.ttft_s.observe(gap_s)
-            self._is_first = False
-            return
-        for _ in range(num_tokens):
-            self._metrics.inter_token_s.observe(gap_s / num_tokens)
-
-
-@dataclass(slots=True)
-class _Progress:
-    started_at: float
-    deadline: float | None
-    is_accepted: bool = False
-    is_finished: bool = False
-
-    def outcome(self, error: BaseException | None) -> Outcome:
-        if self.is_finished:
-            return Outcome.FINISHED
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            return Outcome.DEADLINE if self._is_at_deadline() else Outcome.ABORTED
-        if isinstance(error, DeadlineExceeded):
-            return Outcome.DEADLINE
-        return Outcome.FAILED if self.is_accepted else Outcome.REFUSED
-
-    def _is_at_deadline(self) -> bool:
-        if self.deadline is None:
-            return False
-        slack_s = _DEADLINE_SLACK * (self.deadline - self.started_at)
-        return asyncio.get_running_loop().time() >= self.deadline - slack_s
-
-
-@contextmanager
-def _counted(metrics: GatewayMetrics, deadline: float | None) -> Iterator[_Progress]:
-    """Counts exactly one outcome, also when the consumer closes the generator or the task is cancelled."""
-    progress = _Progress(asyncio.get_running_loop().time(), deadline)
-    ended_by: BaseException | None = None
-    try:
-        yield progress
-    except BaseException as error:
-        ended_by = error
-        raise
-    finally:
-        metrics.count_outcome(progress.outcome(ended_by))

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pd_service.errors import InvalidRequest, PdError
-from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish
+from pd_service.gateway.generation import Generation, GenerationDelta, GenerationEvent, GenerationPrompt
 from pd_service.gateway.intake import (
     ChatPrompt,
     ClientRequest,
@@ -26,9 +26,10 @@ from pd_service.gateway.intake import (
     sampling_params,
 )
 from pd_service.gateway.phases import Phases
-from pd_service.request import ChatMessage, SamplingParams, TokenLogprobs
+from pd_service.request import ChatMessage, SamplingParams
 from pd_service.rpc import generation_pb2 as pb
 from pd_service.rpc import generation_pb2_grpc
+from pd_service.wire import logprobs_to_wire
 
 _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
@@ -67,6 +68,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 sampling=_sampling(request),
                 model=request.model,
                 request_id=request.request_id,
+                n=request.n if request.HasField("n") else 1,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
             )
 
 
@@ -85,23 +89,30 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
 
 def _sampling(request: pb.GenerateRequest) -> SamplingParams:
     given = request.sampling
-    optional = ("temperature", "top_p", "seed", "max_tokens", "logprobs")
+    optional = ("temperature", "top_p", "seed", "max_tokens", "logprobs", "prompt_logprobs", "repetition_penalty")
     return sampling_params(
         top_k=given.top_k,
         min_p=given.min_p,
         stop_token_ids=tuple(given.stop_token_ids),
         ignore_eos=given.ignore_eos,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        logit_bias=dict(given.logit_bias),
         stop=tuple(request.stop),
         **{name: getattr(given, name) for name in optional if given.HasField(name)},
     )
 
 
-def _responses(event: GenerationDelta | GenerationFinish) -> list[pb.GenerateResponse]:
+def _responses(event: GenerationEvent) -> list[pb.GenerateResponse]:
+    if isinstance(event, GenerationPrompt):
+        judged = [logprobs_to_wire(entry) for entry in event.logprobs]
+        return [pb.GenerateResponse(prompt=pb.Prompt(token_ids=event.token_ids, logprobs=judged))]
+    delta = pb.Delta(text=event.text, index=event.index)
     if isinstance(event, GenerationDelta):
-        logprobs = [_logprobs(entry) for entry in event.logprobs]
-        delta = pb.Delta(text=event.text, token_ids=event.token_ids, logprobs=logprobs)
+        delta.token_ids.extend(event.token_ids)
+        delta.logprobs.extend(logprobs_to_wire(entry) for entry in event.logprobs)
         return [pb.GenerateResponse(delta=delta)]
-    held_back = [pb.GenerateResponse(delta=pb.Delta(text=event.text))] if event.text else []
+    held_back = [pb.GenerateResponse(delta=delta)] if event.text else []
     finish = pb.Finish(
         reason=event.reason.value,
         prompt_tokens=len(event.prompt_token_ids),
@@ -109,13 +120,10 @@ def _responses(event: GenerationDelta | GenerationFinish) -> list[pb.GenerateRes
         phases=_phase_times(event.phases),
         request_id=event.request_id,
         retries=event.phases.retries,
+        index=event.index,
+        cached_tokens=event.phases.cached_tokens,
     )
     return [*held_back, pb.GenerateResponse(finish=finish)]
-
-
-def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
-    top = [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top]
-    return pb.TokenLogprobs(logprob=entry.logprob, top=top)
 
 
 def _phase_times(phases: Phases) -> pb.PhaseTimes:

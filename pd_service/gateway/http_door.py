@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from pd_service.errors import InvalidRequest, PdError, PromptTooLong, Unavailable, UnknownModel
-from pd_service.gateway.generation import Generation, GenerationDelta, GenerationFinish
+from pd_service.gateway.generation import Generation
 from pd_service.gateway.intake import ClientRequest, new_request_id
 from pd_service.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json
 from pd_service.gateway.openai_api import ChatBody, CompletionBody, GenerationBody, parse_body
@@ -134,14 +134,9 @@ class _WholeResponse(Response):
         await _while_connected(receive, self._respond(scope, receive, send))
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deltas = []
         async with aclosing(self._generation.generate(self._request)) as events:
-            async for event in events:
-                if isinstance(event, GenerationFinish):
-                    finish = event
-                else:
-                    deltas.append(event)
-        response = JSONResponse(self._answer.whole(deltas, finish), headers=self._id_header)
+            all_events = [event async for event in events]
+        response = JSONResponse(self._answer.whole(all_events), headers=self._id_header)
         await response(scope, receive, send)
 
 
@@ -153,9 +148,9 @@ class _StreamedResponse(_WholeResponse):
             first = await anext(events)
             await self._start(send)
             try:
-                await self._send(send, *self._chunks(first))
+                await self._send(send, *self._answer.chunks(first))
                 async for event in events:
-                    await self._send(send, *self._chunks(event))
+                    await self._send(send, *self._answer.chunks(event))
                 await _send_data(send, "[DONE]")
             except PdError as error:
                 await self._send(send, _error_body(error))
@@ -163,11 +158,6 @@ class _StreamedResponse(_WholeResponse):
                 _log.exception("request %s failed in mid-stream for a reason no one foresaw", self._request.request_id)
                 await self._send(send, _INTERNAL_ERROR)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _chunks(self, event: GenerationDelta | GenerationFinish) -> list[Json]:
-        if isinstance(event, GenerationFinish):
-            return self._answer.last_chunks(event)
-        return [self._answer.chunk(event)]
 
     async def _start(self, send: Send) -> None:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._id_header}

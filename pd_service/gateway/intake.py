@@ -26,8 +26,17 @@ from pd_service.errors import (
     PromptTooLong,
     UnknownModel,
 )
+from pd_service.gateway.job import Job
 from pd_service.gateway.phases import Phases
-from pd_service.request import ChatMessage, EngineSampling, RequestId, SamplingParams
+from pd_service.request import (
+    MAX_ANSWERS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_PRIORITY,
+    ChatMessage,
+    EngineSampling,
+    RequestId,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from pd_service.gateway.tokenizer import Tokenizer
@@ -64,27 +73,19 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """What a client asked, typed but not yet checked against the model. Empty `model`: the served one."""
+    """What a client asked, typed but not yet checked against the model. Empty `model`: the served one.
+
+    `n` is the number of answers; with `echo` the prompt comes before them.
+    """
 
     prompt: Prompt
     sampling: SamplingParams
     model: str = ""
     request_id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request that can be run. `deadline` is a time of the event loop's clock, in seconds.
-
-    `phases` is the one part that changes: the story writes down there where the time goes.
-    """
-
-    request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
-    sampling: EngineSampling
-    max_new_tokens: int
-    deadline: float | None
-    phases: Phases
+    n: int = 1
+    echo: bool = False
+    priority: int = 0
+    cache_salt: str = ""
 
 
 def new_request_id() -> str:
@@ -115,8 +116,8 @@ def refusal(error: ValidationError) -> InvalidRequest:
 class Intake:
     """Checks requests for one served model.
 
-    `max_model_len` counts prompt and output tokens together; `max_requests` may be live at once. `eos_token_ids` are
-    the model's own ending tokens.
+    `max_model_len` counts prompt and output tokens together; `max_requests` may be live at once, each of several
+    answers counted as one. `eos_token_ids` are the model's own ending tokens.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Intake:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_requests = max_requests
-        self._live: set[RequestId] = set()
+        self._live: dict[RequestId, int] = {}  # number of answers
 
     @property
     def num_live(self) -> int:
@@ -143,13 +144,13 @@ class Intake:
 
     @asynccontextmanager
     async def admit(self, request: ClientRequest, deadline: float | None) -> AsyncIterator[Job]:
-        """The request as a job; its id is live inside the context.
+        """The request as the job of its first answer; its id is live inside the context.
 
         Raises InvalidRequest and its kinds, DuplicateRequest, Overloaded, and DeadlineExceeded; a refused request
         leaves nothing behind.
         """
         accepted_at = asyncio.get_running_loop().time()
-        with self._live_id(request.request_id) as request_id:
+        with self._live_id(request.request_id, request.n) as request_id:
             try:
                 async with asyncio.timeout_at(deadline):
                     token_ids = await self._checked_token_ids(request)
@@ -162,30 +163,36 @@ class Intake:
                 max_new_tokens=self._max_new_tokens(len(token_ids), request.sampling.max_tokens),
                 deadline=deadline,
                 phases=Phases(mark=accepted_at),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
             )
 
     @contextmanager
-    def _live_id(self, given: str) -> Iterator[RequestId]:
+    def _live_id(self, given: str, num_answers: int) -> Iterator[RequestId]:
         if len(given) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
                 f"request_id: {len(given)} characters, at most {MAX_REQUEST_ID_CHARS} are allowed", "request_id"
             )
+        _check_range("n", num_answers, 1, min(MAX_ANSWERS, self._max_requests))
         request_id = RequestId(given or new_request_id())
         if request_id in self._live:
             raise DuplicateRequest(f"request_id: {request_id!r} is in use by a request that has not ended")
-        if len(self._live) >= self._max_requests:
-            raise Overloaded(f"{len(self._live)} requests are live, which is the most this gateway takes; try later")
-        self._live.add(request_id)
+        num_live = sum(self._live.values())
+        if num_live + num_answers > self._max_requests:
+            raise Overloaded(
+                f"{num_live} requests are live, and this gateway takes at most {self._max_requests}; try later"
+            )
+        self._live[request_id] = num_answers
         try:
             yield request_id
         finally:
-            self._live.remove(request_id)
+            del self._live[request_id]
 
     async def _checked_token_ids(self, request: ClientRequest) -> tuple[int, ...]:
         """The prompt's ids. All that can be refused without tokenizing is refused first."""
         if request.model not in ("", self.model_name):
             raise UnknownModel(f"model: {request.model!r} is not served here; served: {self.model_name!r}", "model")
-        self._check_stops(request.sampling)
+        self._check_options(request)
         token_ids = await self._token_ids(request.prompt)
         field = "messages" if isinstance(request.prompt, ChatPrompt) else "prompt"
         self._check_prompt(token_ids, field)
@@ -214,8 +221,16 @@ class Intake:
             )
         self._check_ids(token_ids, field)
 
-    def _check_stops(self, sampling: SamplingParams) -> None:
+    def _check_options(self, request: ClientRequest) -> None:
+        sampling = request.sampling
+        _check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if len(request.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise InvalidRequest(
+                f"cache_salt: {len(request.cache_salt)} characters, at most {MAX_CACHE_SALT_CHARS} are allowed",
+                "cache_salt",
+            )
         self._check_ids(sampling.stop_token_ids, "stop_token_ids")
+        self._check_ids(tuple(sampling.logit_bias), "logit_bias")
         longest = max(map(len, sampling.stop), default=0)
         if longest > MAX_STOP_CHARS:
             raise InvalidRequest(f"stop: {longest} characters in one string, at most {MAX_STOP_CHARS} fit", "stop")
@@ -248,4 +263,14 @@ class Intake:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             stop_token_ids=eos_token_ids.union(sampling.stop_token_ids),
             logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
         )
+
+
+def _check_range(field: str, given: int, lowest: int, highest: int) -> None:
+    if not lowest <= given <= highest:
+        raise InvalidRequest(f"{field}: {lowest} to {highest} are allowed (given: {given})", field)

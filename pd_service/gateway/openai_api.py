@@ -63,11 +63,15 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False  # adds `token_ids` to each choice, and `prompt_token_ids` where the choice ends
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # by token id
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
-    n: Annotated[object, _only(None, 1)] = None
-    presence_penalty: Annotated[object, _only(None, 0)] = None
-    frequency_penalty: Annotated[object, _only(None, 0)] = None
-    logit_bias: Annotated[object, _only(None, {})] = None
     user: _Unsupported = None
 
     @property
@@ -78,6 +82,20 @@ class GenerationBody(_Body):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives per token; None: no log probabilities."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives per token of the prompt; None: no log probabilities of it."""
+        return self.prompt_logprobs
+
+    @property
+    def num_answers(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the text of the prompt comes before that of each answer."""
+        return False
 
     @property
     def num_max_tokens(self) -> int | None:
@@ -107,8 +125,22 @@ class GenerationBody(_Body):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
         )
-        return ClientRequest(prompt=self.typed_prompt(), sampling=sampling, model=self.model, request_id=request_id)
+        return ClientRequest(
+            prompt=self.typed_prompt(),
+            sampling=sampling,
+            model=self.model,
+            request_id=request_id,
+            n=self.num_answers,
+            echo=self.has_echo,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
 
 
 class CompletionBody(GenerationBody):
@@ -117,13 +149,32 @@ class CompletionBody(GenerationBody):
     prompt: object
     logprobs: int | None = None
 
-    best_of: Annotated[object, _only(None, 1)] = None
-    echo: Annotated[object, _only(None, False)] = None
+    echo: bool | None = None
+    best_of: int | None = None
+
     suffix: _Unsupported = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((num for num in asked if num is not None), default=None)
+
+    @property
+    def has_echo(self) -> bool:
+        return bool(self.echo)
+
+    def check_pairs(self) -> None:
+        super().check_pairs()
+        if self.best_of not in (None, 1, self.num_answers):
+            raise InvalidRequest(
+                f"best_of: answers are not ranked; allowed: 1 and n, which is {self.num_answers} "
+                f"(given: {self.best_of})",
+                "best_of",
+            )
 
     def typed_prompt(self) -> Prompt:
         prompt = self.prompt[0] if isinstance(self.prompt, list) and _is_batch_of_one(self.prompt) else self.prompt

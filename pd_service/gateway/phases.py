@@ -17,7 +17,8 @@ from pd_service.request import EngineTimes
 class Phases:
     """Durations in milliseconds, up to the last token handed out; fields as in the wire message `PhaseTimes`.
 
-    `mark` is the time (loop clock, seconds) up to which everything is accounted for.
+    `mark` is the time (loop clock, seconds) up to which everything is accounted for. `cached_tokens` counts the
+    prompt's tokens that the first prefill found in its engine's prefix cache.
     """
 
     mark: float
@@ -31,6 +32,7 @@ class Phases:
     total_ms: float = 0.0
     kv_bytes: int = 0
     plane: str = ""
+    cached_tokens: int = 0
     retries: int = 0
 
     def prefilled(self, now: float, times: EngineTimes) -> None:

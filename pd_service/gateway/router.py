@@ -29,6 +29,14 @@ class Candidate(Protocol):
 C = TypeVar("C", bound=Candidate)
 
 
+@dataclass(slots=True)
+class Affinity:
+    """Ids of the engines that most likely have a prompt's KV in their cache; empty: not known."""
+
+    prefill: str = ""
+    decode: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`is_local`: a decode engine computes the prompt itself. `reason` is one of a small fixed set."""
@@ -46,20 +54,29 @@ def choose_way(num_tokens: int, local_prefill_max_tokens: int) -> Choice:
     return Choice(is_local=False, reason="long_prompt")
 
 
-def rank_prefill(candidates: Sequence[C]) -> list[C]:
-    """Best first: fewest tokens to compute before ours, then most free blocks."""
+def rank_prefill(candidates: Sequence[C], preferred: str = "") -> list[C]:
+    """Best first: the engine named `preferred`, then fewest tokens to compute before ours, then most free blocks."""
     return sorted(
         candidates,
-        key=lambda c: (max(c.load.queued_tokens, c.pending_tokens), -c.load.free_blocks, c.engine_id),
+        key=lambda c: (
+            c.engine_id != preferred,
+            max(c.load.queued_tokens, c.pending_tokens),
+            -c.load.free_blocks,
+            c.engine_id,
+        ),
     )
 
 
-def rank_decode(candidates: Sequence[C]) -> list[C]:
-    """Best first: nobody waiting, fewest requests, then most free blocks."""
+def rank_decode(candidates: Sequence[C], preferred: str = "") -> list[C]:
+    """Best first: nobody waiting, `preferred`, fewest requests, then most free blocks.
+
+    Sharing a prompt's blocks with requests that run saves a pull; waiting in a queue for it does not.
+    """
     return sorted(
         candidates,
         key=lambda c: (
             c.load.waiting,
+            c.engine_id != preferred,
             max(c.load.running + c.load.waiting, c.num_live),
             -c.load.free_blocks,
             c.engine_id,

@@ -12,14 +12,14 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import EngineFailed, Overloaded, RetryableError, Unavailable
-from pd_service.gateway.generation import Job, StoryEnd, StoryEvent, StoryTokens
-from pd_service.gateway.phases import Phases
-from pd_service.gateway.router import Candidate, choose_way, rank_decode, rank_prefill
+from pd_service.gateway.generation import StoryEnd, StoryEvent, StoryPrompt, StoryTokens
+from pd_service.gateway.job import Job
+from pd_service.gateway.router import Affinity, Candidate, choose_way, rank_decode, rank_prefill
 from pd_service.metrics import GatewayMetrics
 from pd_service.request import EngineRequest, FinishReason, RequestId, Ticket, TokenEvent
 
@@ -41,10 +41,14 @@ class Engines(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """What the story knows so far."""
+    """What the story knows so far. `preferred` engines have the prompt's KV, if any have: those of the first answer."""
 
     job: Job
     output: list[int] = field(default_factory=list)
+    preferred: Affinity = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.preferred = self.job.affinity if self.job.index else Affinity()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -77,6 +81,7 @@ class RequestStory:
             except RetryableError as error:
                 failures += 1
                 job.phases.lost(_now())
+                progress.preferred = Affinity()  # what failed is not asked for again
                 self._metrics.count_retry(type(error).__name__)
                 logger.info("request %s goes round again: %s", job.request_id, error)
                 if failures > self._settings.retry.max_failures:
@@ -96,8 +101,8 @@ class RequestStory:
             await self._wait_for("decode")  # a ticket that nobody can use yet would only lose its lease
         engine, first = await self._prefill(progress)
         with _given_back(engine, first.ticket):
-            if first.token_ids:
-                yield self._hand_out(first, progress)
+            for event in _hand_out(first, progress):
+                yield event
             if first.ticket is None:
                 yield _end(first)
                 return
@@ -108,7 +113,7 @@ class RequestStory:
     async def _prefill(self, progress: _Progress) -> tuple[Engine, TokenEvent]:
         """The first prefill engine that has room, and what it says; a full one costs one refused call."""
         refusal: Overloaded | None = None
-        for engine in rank_prefill(await self._wait_for("prefill")):
+        for engine in rank_prefill(await self._wait_for("prefill"), progress.preferred.prefill):
             try:
                 return engine, await self._prefill_on(engine, progress)
             except Overloaded as error:
@@ -118,17 +123,19 @@ class RequestStory:
 
     async def _prefill_on(self, engine: Engine, progress: _Progress) -> TokenEvent:
         """The first token, and the ticket for the KV before it unless the request has ended with that token."""
-        request = self._request(progress, prefill_only=True)
+        request = _request(progress, prefill_only=True)
+        if progress.job.index == 0:
+            progress.job.affinity.prefill = engine.engine_id
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
-                _account(event, progress.job.phases, has_ticket=False)
+                _account(event, progress, has_ticket=False)
                 return event
         raise EngineFailed(f"{engine.engine_id} ended the request without a token")
 
     async def _decode(self, progress: _Progress, ticket: Ticket | None) -> AsyncGenerator[StoryEvent, None]:
         """All further tokens from the first decode engine that has room; a full one costs one refused call."""
         refusal: Overloaded | None = None
-        for engine in rank_decode(await self._wait_for("decode")):
+        for engine in rank_decode(await self._wait_for("decode"), progress.preferred.decode):
             try:
                 async with aclosing(self._decode_on(engine, progress, ticket)) as events:
                     async for event in events:
@@ -142,32 +149,16 @@ class RequestStory:
     async def _decode_on(
         self, engine: Engine, progress: _Progress, ticket: Ticket | None
     ) -> AsyncGenerator[StoryEvent, None]:
-        request = self._request(progress, ticket=ticket)
+        request = _request(progress, ticket=ticket)
+        if progress.job.index == 0:
+            progress.job.affinity.decode = engine.engine_id
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
-                _account(event, progress.job.phases, has_ticket=ticket is not None)
-                if event.token_ids:
-                    yield self._hand_out(event, progress)
+                _account(event, progress, has_ticket=ticket is not None)
+                for handed in _hand_out(event, progress):
+                    yield handed
                 if event.finish is not None:
                     yield _end(event)
-
-    def _hand_out(self, event: TokenEvent, progress: _Progress) -> StoryTokens:
-        progress.output.extend(event.token_ids)
-        return StoryTokens(token_ids=event.token_ids, logprobs=event.logprobs)
-
-    def _request(
-        self, progress: _Progress, *, prefill_only: bool = False, ticket: Ticket | None = None
-    ) -> EngineRequest:
-        job = progress.job
-        return EngineRequest(
-            request_id=RequestId(uuid.uuid4().hex),  # unique per attempt, whatever the client's id
-            token_ids=progress.token_ids,
-            num_prompt_tokens=len(job.prompt_token_ids),
-            max_new_tokens=progress.num_missing,
-            sampling=job.sampling,
-            prefill_only=prefill_only,
-            ticket=ticket,
-        )
 
     async def _wait_for(self, role: Role) -> Sequence[Engine]:
         return await self._engines.wait_for(role, self._settings.retry.engine_wait_s)
@@ -181,14 +172,41 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _account(event: TokenEvent, phases: Phases, *, has_ticket: bool) -> None:
+def _request(progress: _Progress, *, prefill_only: bool = False, ticket: Ticket | None = None) -> EngineRequest:
+    """The prompt's log probabilities are asked of rounds without output alone: they came with the first token."""
+    job, sampling = progress.job, progress.job.sampling
+    return EngineRequest(
+        request_id=RequestId(uuid.uuid4().hex),  # unique per attempt, whatever the client's id
+        token_ids=progress.token_ids,
+        num_prompt_tokens=len(job.prompt_token_ids),
+        max_new_tokens=progress.num_missing,
+        sampling=replace(sampling, prompt_logprobs=None) if progress.output else sampling,
+        prefill_only=prefill_only,
+        ticket=ticket,
+        priority=job.priority,
+        cache_salt=job.cache_salt,
+    )
+
+
+def _hand_out(event: TokenEvent, progress: _Progress) -> Iterator[StoryEvent]:
+    if event.prompt_logprobs:
+        yield StoryPrompt(logprobs=event.prompt_logprobs)
+    if event.token_ids:
+        progress.output.extend(event.token_ids)
+        yield StoryTokens(token_ids=event.token_ids, logprobs=event.logprobs)
+
+
+def _account(event: TokenEvent, progress: _Progress, *, has_ticket: bool) -> None:
     """Writes down the time that this event ends."""
+    phases = progress.job.phases
     if event.times is None:
         phases.decoded(_now())
     elif has_ticket:
         phases.handed_over(_now(), event.times)
     else:
         phases.prefilled(_now(), event.times)
+        if not progress.output:  # a later round finds in the cache what this request has put there
+            phases.cached_tokens = event.times.cached_tokens
 
 
 def _end(event: TokenEvent) -> StoryEnd:

@@ -24,35 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpd_service/rpc/generation.proto\x12\x05pd.v1\"\xc8\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x0f.pd.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.pd.v1.ChatPromptH\x00\x12!\n\x08sampling\x18\x06 \x01(\x0b\x32\x0f.pd.v1.Sampling\x12\x0c\n\x04stop\x18\x07 \x03(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\nChatPrompt\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pd.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x84\x02\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"[\n\x10GenerateResponse\x12\x1d\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x0c.pd.v1.DeltaH\x00\x12\x1f\n\x06\x66inish\x18\x02 \x01(\x0b\x32\r.pd.v1.FinishH\x00\x42\x07\n\x05\x65vent\"P\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\x08logprobs\x18\x03 \x03(\x0b\x32\x14.pd.v1.TokenLogprobs\"N\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.pd.v1.TopLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x92\x01\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12!\n\x06phases\x18\x04 \x01(\x0b\x32\x11.pd.v1.PhaseTimes\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0f\n\x07retries\x18\x06 \x01(\r\"\xcb\x01\n\nPhaseTimes\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x0f\n\x07wire_ms\x18\x04 \x01(\x01\x12\x12\n\nconfirm_ms\x18\x05 \x01(\x01\x12\x17\n\x0f\x66irst_decode_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x10\n\x08kv_bytes\x18\t \x01(\x04\x12\r\n\x05plane\x18\n \x01(\t2K\n\nGeneration\x12=\n\x08Generate\x12\x16.pd.v1.GenerateRequest\x1a\x17.pd.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpd_service/rpc/generation.proto\x12\x05pd.v1\"\x84\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x0f.pd.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x11.pd.v1.ChatPromptH\x00\x12!\n\x08sampling\x18\x06 \x01(\x0b\x32\x0f.pd.v1.Sampling\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x0e\n\x01n\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x12\n\ncache_salt\x18\n \x01(\tB\x08\n\x06promptB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\nChatPrompt\x12$\n\x08messages\x18\x01 \x03(\x0b\x32\x12.pd.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x89\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x04\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x05\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\x06\x88\x01\x01\x12\x32\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1e.pd.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x15\n\x13_repetition_penalty\"|\n\x10GenerateResponse\x12\x1d\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x0c.pd.v1.DeltaH\x00\x12\x1f\n\x06\x66inish\x18\x02 \x01(\x0b\x32\r.pd.v1.FinishH\x00\x12\x1f\n\x06prompt\x18\x03 \x01(\x0b\x32\r.pd.v1.PromptH\x00\x42\x07\n\x05\x65vent\"C\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12&\n\x08logprobs\x18\x02 \x03(\x0b\x32\x14.pd.v1.TokenLogprobs\"_\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12&\n\x08logprobs\x18\x03 \x03(\x0b\x32\x14.pd.v1.TokenLogprobs\x12\r\n\x05index\x18\x04 \x01(\r\"N\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.pd.v1.TopLogprob\x12\x0c\n\x04rank\x18\x03 \x01(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xb8\x01\n\x06\x46inish\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12!\n\x06phases\x18\x04 \x01(\x0b\x32\x11.pd.v1.PhaseTimes\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x0f\n\x07retries\x18\x06 \x01(\r\x12\r\n\x05index\x18\x07 \x01(\r\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\"\xcb\x01\n\nPhaseTimes\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x0f\n\x07wire_ms\x18\x04 \x01(\x01\x12\x12\n\nconfirm_ms\x18\x05 \x01(\x01\x12\x17\n\x0f\x66irst_decode_ms\x18\x06 \x01(\x01\x12\x11\n\tdecode_ms\x18\x07 \x01(\x01\x12\x10\n\x08total_ms\x18\x08 \x01(\x01\x12\x10\n\x08kv_bytes\x18\t \x01(\x04\x12\r\n\x05plane\x18\n \x01(\t2K\n\nGeneration\x12=\n\x08Generate\x12\x16.pd.v1.GenerateRequest\x1a\x17.pd.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd_service.rpc.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=43
-  _globals['_GENERATEREQUEST']._serialized_end=243
-  _globals['_TOKENIDS']._serialized_start=245
-  _globals['_TOKENIDS']._serialized_end=268
-  _globals['_CHATPROMPT']._serialized_start=270
-  _globals['_CHATPROMPT']._serialized_end=320
-  _globals['_CHATMESSAGE']._serialized_start=322
-  _globals['_CHATMESSAGE']._serialized_end=366
-  _globals['_SAMPLING']._serialized_start=369
-  _globals['_SAMPLING']._serialized_end=629
-  _globals['_GENERATERESPONSE']._serialized_start=631
-  _globals['_GENERATERESPONSE']._serialized_end=722
-  _globals['_DELTA']._serialized_start=724
-  _globals['_DELTA']._serialized_end=804
-  _globals['_TOKENLOGPROBS']._serialized_start=806
-  _globals['_TOKENLOGPROBS']._serialized_end=884
-  _globals['_TOPLOGPROB']._serialized_start=886
-  _globals['_TOPLOGPROB']._serialized_end=933
-  _globals['_FINISH']._serialized_start=936
-  _globals['_FINISH']._serialized_end=1082
-  _globals['_PHASETIMES']._serialized_start=1085
-  _globals['_PHASETIMES']._serialized_end=1288
-  _globals['_GENERATION']._serialized_start=1290
-  _globals['_GENERATION']._serialized_end=1365
+  _globals['_GENERATEREQUEST']._serialized_end=303
+  _globals['_TOKENIDS']._serialized_start=305
+  _globals['_TOKENIDS']._serialized_end=328
+  _globals['_CHATPROMPT']._serialized_start=330
+  _globals['_CHATPROMPT']._serialized_end=380
+  _globals['_CHATMESSAGE']._serialized_start=382
+  _globals['_CHATMESSAGE']._serialized_end=426
+  _globals['_SAMPLING']._serialized_start=429
+  _globals['_SAMPLING']._serialized_end=950
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=796
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=844
+  _globals['_GENERATERESPONSE']._serialized_start=952
+  _globals['_GENERATERESPONSE']._serialized_end=1076
+  _globals['_PROMPT']._serialized_start=1078
+  _globals['_PROMPT']._serialized_end=1145
+  _globals['_DELTA']._serialized_start=1147
+  _globals['_DELTA']._serialized_end=1242
+  _globals['_TOKENLOGPROBS']._serialized_start=1244
+  _globals['_TOKENLOGPROBS']._serialized_end=1322
+  _globals['_TOPLOGPROB']._serialized_start=1324
+  _globals['_TOPLOGPROB']._serialized_end=1371
+  _globals['_FINISH']._serialized_start=1374
+  _globals['_FINISH']._serialized_end=1558
+  _globals['_PHASETIMES']._serialized_start=1561
+  _globals['_PHASETIMES']._serialized_end=1764
+  _globals['_GENERATION']._serialized_start=1766
+  _globals['_GENERATION']._serialized_end=1841
 # @@protoc_insertion_point(module_scope)

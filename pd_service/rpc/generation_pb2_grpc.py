@@ -45,8 +45,8 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams deltas while tokens appear and exactly one `finish` at the end. Every failure is a gRPC status:
-        a stream without `finish` is not a complete answer.
+        """Streams deltas while tokens appear and exactly one `finish` at the end of each answer. Every failure is a gRPC
+        status: a stream without the `finish` of each answer is not complete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
