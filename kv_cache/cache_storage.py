@@ -4,22 +4,29 @@
     ├─ slack ─┼── piece 0 ──┼─ pad ─┼──── piece 1 ────┼─ pad ─┼ ... ┤
               └ multiple of 2 MiB   └ multiple of 2 MiB
 
-`HeapStorage` is private memory of a device; `SharedStorage` is an anonymous shared file that other processes of the
-host can map. The whole region is written at construction, so that no request pays for page faults. Pieces stay valid
-as long as a tensor refers to them, whatever happens to the storage.
+`HeapStorage` is private memory of a device, `SharedStorage` is an anonymous shared file that other processes of the
+host can map. Both are zero from the start without being written. Host memory is backed with pages by a thread that
+takes idle time only: construction does not wait for gigabytes of them, and requests seldom meet a page that is missing.
+Pieces stay valid as long as a tensor refers to them, whatever happens to the storage.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from types import TracebackType
 from typing import Self
 
 import torch
 
 ALIGNMENT = 2 * 2**20  # bytes; device-to-device transfer engines register memory in such pages
+
+_COMMIT_BYTES = 16 * 2**20  # between two looks at whether to go on: some ten milliseconds
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14; an older kernel refuses it, and then whoever writes first pays for the page
+_LIBC = ctypes.CDLL(None)  # its calls run without Python's lock, which mmap's own madvise keeps
 
 
 def align_up(num_bytes: int) -> int:
@@ -33,9 +40,11 @@ class CacheStorage:
     """
 
     def __init__(self, region: torch.Tensor, *, poison: bool) -> None:
-        region.fill_(0xFF if poison else 0)
+        if poison:
+            region.fill_(0xFF)
         self._region = region
         self._next_offset = -region.data_ptr() % ALIGNMENT
+        self._committing = _Commit(region) if region.device.type == "cpu" else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor [num_bytes] that starts at a multiple of `ALIGNMENT`.
@@ -54,7 +63,12 @@ class HeapStorage(CacheStorage):
     """`num_bytes` (see `cache_utils.calculate_cache_bytes`) of memory of one device, private to this process."""
 
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu", *, poison: bool = False) -> None:
-        super().__init__(torch.empty(_region_bytes(num_bytes), dtype=torch.uint8, device=device), poison=poison)
+        size, device = _region_bytes(num_bytes), torch.device(device)
+        if device.type == "cpu":  # torch.zeros would write every page of it
+            region = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        else:
+            region = torch.zeros(size, dtype=torch.uint8, device=device)
+        super().__init__(region, poison=poison)
 
 
 class SharedStorage(CacheStorage):
@@ -82,6 +96,8 @@ class SharedStorage(CacheStorage):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            if self._committing is not None:
+                self._committing.stop()
             self._region = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Self:
@@ -91,6 +107,29 @@ class SharedStorage(CacheStorage):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Commit:
+    """Backs a region with memory from a thread of the lowest priority. Whatever is written meanwhile stays as it is."""
+
+    def __init__(self, region: torch.Tensor) -> None:
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(region,), name="commit", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, which then refers to the region no more. May be called twice."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _run(self, region: torch.Tensor) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # a thread is a process to Linux
+        start = region.data_ptr()
+        for address in range(start, start + region.numel(), _COMMIT_BYTES):
+            length = min(_COMMIT_BYTES, start + region.numel() - address)
+            call = ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+            if self._is_stopped.is_set() or _LIBC.madvise(*call) != 0:
+                return
 
 
 def _region_bytes(num_bytes: int) -> int:

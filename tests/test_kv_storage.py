@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,6 +93,18 @@ def test_shared_memory_is_readable_through_the_descriptor_at_the_offset_from_bas
                 assert view[offset : offset + 5] == bytes([5, 4, 3, 2, 1])
                 piece[0] = 9
                 assert view[offset] == 9
+
+
+def test_memory_is_backed_unasked_and_keeps_what_was_written_meanwhile() -> None:
+    with SharedStorage(32 * ALIGNMENT) as storage:
+        piece = storage.allocate(32 * ALIGNMENT)
+        piece[:: mmap.PAGESIZE] = 7  # while the thread is at it
+        for thread in threading.enumerate():
+            if thread.name == "commit":
+                thread.join()
+        assert os.fstat(storage.fd).st_blocks * 512 == storage.num_bytes
+        assert piece[:: mmap.PAGESIZE].eq(7).all()
+        assert not piece[1 :: mmap.PAGESIZE].any()
 
 
 def test_the_shared_file_keeps_its_size() -> None:
