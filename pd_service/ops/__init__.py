@@ -27,6 +27,10 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
+    def pack_head_linear(self, weight: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def head_linear(self, x: torch.Tensor, packed: list[torch.Tensor]) -> torch.Tensor: ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
@@ -53,6 +57,17 @@ class Ops(Protocol):
         attn_type: str,
         scale: float,
         sliding_window: int | None = None,
+    ) -> torch.Tensor: ...
+
+    def latent_attention(
+        self,
+        q_latent: torch.Tensor,
+        q_rope: torch.Tensor,
+        nope_cache: torch.Tensor,
+        rope_cache: torch.Tensor,
+        metadata: ForwardMetadata,
+        attn_type: str,
+        scale: float,
     ) -> torch.Tensor: ...
 
 

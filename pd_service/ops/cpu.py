@@ -54,6 +54,19 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     return cast(torch.Tensor, result[:rows])
 
 
+def pack_head_linear(weight: torch.Tensor) -> list[torch.Tensor]:
+    """`weight` [heads, out, in], a matrix for each head, as `head_linear` takes it; a copy, for inference only."""
+    return [pack_linear(matrix.contiguous()) for matrix in weight]
+
+
+def head_linear(x: torch.Tensor, packed: list[torch.Tensor]) -> torch.Tensor:
+    """`x` [tokens, heads, in], each head times its own matrix [out, in] transposed: [tokens, heads, out].
+
+    Head by head, because the result of torch.bmm depends on the other tokens of the batch when these are few.
+    """
+    return torch.stack([linear(x[:, i].contiguous(), matrix, None) for i, matrix in enumerate(packed)], dim=1)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x` [..., dim] divided by its root mean square over `dim`, times `weight` [dim].
 
@@ -135,6 +148,54 @@ def paged_attention(
             )
             out[read.start : stop] = answer[0].transpose(0, 1)
     return out
+
+
+SCORES_AT_ONCE = 2**20  # bounds what `latent_attention` holds beside its result: 4 MB of float32, twice
+
+
+def latent_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    nope_cache: torch.Tensor,
+    rope_cache: torch.Tensor,
+    metadata: ForwardMetadata,
+    attn_type: str,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention whose heads share one key and one value: multi-head latent attention in its absorbed form.
+
+    The key of a slot is its row of `nope_cache` [blocks, block_size, 1, rank] beside that of `rope_cache`
+    [blocks, block_size, 1, rope_dim], its value the row of `nope_cache` alone. `q_latent` [tokens, heads, rank] and
+    `q_rope` [tokens, heads, rope_dim] ask for them. Which slots a query sees is as in `paged_attention`; the new tokens
+    must be in the caches already. Returns [tokens, heads, rank].
+    """
+    out = torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+    nope_slots, rope_slots = _heads_first(nope_cache), _heads_first(rope_cache)
+    for read in _reads(metadata, attn_type, None):
+        latent, rope = read.take(nope_cache, nope_slots)[0, 0], read.take(rope_cache, rope_slots)[0, 0]
+        at_once = max(1, SCORES_AT_ONCE // (read.length * out.shape[1]))
+        for first in range(0, read.query_len, at_once):
+            rows = slice(read.start + first, read.start + min(first + at_once, read.query_len))
+            visible = read.length - (read.start + read.query_len - rows.stop)  # by the last query of these rows
+            out[rows] = _attend_latent(q_latent[rows], q_rope[rows], latent[:visible], rope[:visible], scale)
+    return out
+
+
+def _attend_latent(
+    q_latent: torch.Tensor, q_rope: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[rows, heads, rank] for queries [rows, heads, …] of which the last sees all of `latent` and `rope` [keys, …].
+
+    All heads of all rows are the rows of one product.
+    """
+    num_rows, num_heads, rank = q_latent.shape
+    scores = torch.mm(q_latent.reshape(-1, rank), latent.t())
+    scores = torch.addmm(scores, q_rope.reshape(-1, rope.shape[1]), rope.t(), beta=scale, alpha=scale)
+    if num_rows > 1:  # the triangle of the new keys; [rows, heads, keys]
+        unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=scores.device).triu_(1)
+        scores.view(num_rows, num_heads, -1)[:, :, -num_rows:].masked_fill_(unseen.unsqueeze(1), -torch.inf)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(latent.dtype)
+    return torch.mm(weights, latent).view(num_rows, num_heads, rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
