@@ -26,6 +26,25 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class SpeculativeSettings(_Section):
+    """Speculative decoding: guesses at further tokens, verified in one step; the output stays the same.
+
+    "ngram" proposes what followed the last few tokens earlier in the request, for every model; "mtp" uses the model's
+    own layer for multi-token prediction.
+    """
+
+    method: Literal["none", "ngram", "mtp"] = "none"
+    num_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # guesses per request and step, at most
+    ngram_max: Annotated[int, Field(ge=1, le=16)] = 4  # longest and shortest run of tokens looked for
+    ngram_min: Annotated[int, Field(ge=1, le=16)] = 2
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> SpeculativeSettings:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min ({self.ngram_min}) must not be more than ngram_max ({self.ngram_max})")
+        return self
+
+
 class EngineSettings(_Section):
     """What every engine of a service shares, so that KV can move between them."""
 
@@ -34,9 +53,19 @@ class EngineSettings(_Section):
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 256  # token budget of one step
     max_num_seqs: Annotated[int, Field(ge=1)] = 64  # requests that may own blocks at once
     max_waiting: Annotated[int, Field(ge=0)] = 256  # requests that may wait for blocks; one more is refused
+    max_preemptions: Annotated[int, Field(ge=0)] = 2  # so often, then a request gets all its blocks or none
+    priority_step_s: Annotated[float, Field(gt=0)] = 10.0  # seconds of waiting that one level of priority is worth
+    prefix_cache: bool = True  # KV of earlier requests is used again where tokens and salt are the same
+    speculative: SpeculativeSettings = SpeculativeSettings()
     lease_s: Annotated[float, Field(gt=0)] = 10.0  # a ticket's life without renewal
     pull_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # from a pull's start to its end
     planes: Annotated[tuple[PlaneName, ...], Field(min_length=1)] = ("memory", "shm", "tcp")  # best first
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of one request that a step needs slots for: a draft layer writes some beyond the budget."""
+        has_draft_layer = self.speculative.method == "mtp"
+        return self.max_num_batched_tokens + (self.speculative.num_tokens - 1 if has_draft_layer else 0)
 
 
 class PoolSettings(_Section):

@@ -9,7 +9,7 @@ from kv_cache import KVCacheManager
 from pd_service.engine.messages import StepOutput
 from pd_service.engine.request_state import PullStats, token_digest
 from pd_service.engine.scheduler import Scheduler
-from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits
+from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from tests.kv_model import new_kv
 
@@ -113,8 +113,7 @@ class Driver:
     def end(self, batch: list[ScheduledRequest]) -> None:
         """The step ends: every fully computed request gets its token."""
         if batch:
-            sampled = {s.state.request_id: SampledToken(next_token(s.state.token_ids)) for s in batch if s.is_sampled}
-            self.scheduler.process_output(batch, sampled, 0.0)
+            self.scheduler.process_output(batch, [_result(scheduled) for scheduled in batch], 0.0)
         self.collect()
 
     def step(self) -> list[str]:
@@ -155,3 +154,16 @@ class Driver:
         """No request is left and every block is free."""
         load = self.scheduler.load()
         return self.kv.num_free_blocks() == self.kv.num_usable_blocks() and not load.running + load.waiting
+
+
+def _result(scheduled: ScheduledRequest) -> StepResult:
+    """What the model says: the next token, and one more behind each guess that was right."""
+    if not scheduled.is_sampled:
+        return StepResult()
+    token_ids, tokens = list(scheduled.state.token_ids), []
+    for draft_id in (*scheduled.draft_ids, None):
+        tokens.append(SampledToken(next_token(token_ids)))
+        if tokens[-1].token_id != draft_id:
+            break
+        token_ids.append(draft_id)
+    return StepResult(tuple(tokens))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, PullOrder, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.request_state import PullStats
 from pd_service.engine.scheduler import Scheduler
-from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits
+from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.errors import DeadlineExceeded, PdError, TransferFailed
 from pd_service.request import EngineRequest, FinishReason, Load, RequestId, TokenEvent
 from tests.sim_kv import VOCAB, new_cache
@@ -138,12 +138,11 @@ class SimEngine:
         while not isinstance(message := await self._inbox.get(), _StepDone):
             self._handle(message)
             self._flush()
-        sampled = {}
+        results = []
         for scheduled, table, chunk in zip(batch, tables, chunks, strict=True):
-            token_id = self.cache.run(table, chunk, scheduled.state.num_computed)
-            if scheduled.is_sampled:
-                sampled[scheduled.state.request_id] = SampledToken(token_id)
-        self.scheduler.process_output(batch, sampled, now())
+            token = SampledToken(self.cache.run(table, chunk, scheduled.state.num_computed))
+            results.append(StepResult((token,)) if scheduled.is_sampled else StepResult())
+        self.scheduler.process_output(batch, results, now())
         self._flush()
 
     def _handle(self, message: Message | _StepDone) -> None:

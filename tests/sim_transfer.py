@@ -261,8 +261,9 @@ class SimReader:
         """Copies block by block, paired by logical index; like a plane's own, its time limit ends it for good."""
         engine = self._engine
         deadline = now() + engine.settings.pull_timeout_s
+        first = order.first_token // engine.settings.block_size
         for attn_type, table in order.tables.items():
-            for source, target in zip(hold.tables[attn_type], table, strict=False):
+            for source, target in zip(hold.tables[attn_type][first:], table[first:], strict=False):
                 if not source or not target:
                     continue
                 await asyncio.sleep(min(engine.cluster.copy_time_s(), deadline - now()))

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -63,7 +64,7 @@ def test_split_equals_whole(tiny_model_dir: Path, plane: str) -> None:
 
 def test_exactly_the_prompts_positions_are_handed_over_and_computed_once(tiny_model_dir: Path) -> None:
     async def scenario() -> None:
-        async with local_cluster(tiny_model_dir) as cluster:
+        async with local_cluster(tiny_model_dir, settings=EngineSettings(prefix_cache=False)) as cluster:
             for length in (16, 17):
                 job = new_job(PROMPT[:length], 5)
                 await run(cluster.story, job)
@@ -74,6 +75,35 @@ def test_exactly_the_prompts_positions_are_handed_over_and_computed_once(tiny_mo
             assert (decode.computed_tokens, decode.received_tokens) == (2 * 4, 33)
 
     run_async(scenario())
+
+
+def test_what_both_engines_have_cached_is_neither_computed_nor_moved_again(tiny_model_dir: Path) -> None:
+    prompts = [PROMPT, PROMPT, [*PROMPT[:32], 7, 7, 7], [9, *PROMPT[1:]], PROMPT[:32]]
+    num_cached = [0, 32, 32, 0, 16]  # full blocks of 16, and one token at least is computed on the prefill engine
+    num_moved = [37, 5, 3, 37, 0]
+
+    async def outputs(*, prefix_cache: bool) -> tuple[list[list[int]], list[int], list[int]]:
+        async with local_cluster(tiny_model_dir, settings=EngineSettings(prefix_cache=prefix_cache)) as cluster:
+            tokens, computed, received = [], [0], [0]
+            for prompt in prompts:
+                tokens.append(await cluster.generate(prompt, 6))
+                computed.append((await cluster.status("prefill/0")).computed_tokens)
+                received.append((await cluster.status("decode/1")).received_tokens)
+            return tokens, _differences(computed), _differences(received)
+
+    async def scenario() -> None:
+        plain, computed, received = await outputs(prefix_cache=False)
+        assert computed == received == [len(prompt) for prompt in prompts]
+        cached, computed, received = await outputs(prefix_cache=True)
+        assert cached == plain
+        assert computed == [len(p) - c for p, c in zip(prompts, num_cached, strict=True)]
+        assert received == num_moved
+
+    run_async(scenario())
+
+
+def _differences(totals: list[int]) -> list[int]:
+    return [after - before for before, after in pairwise(totals)]
 
 
 def test_one_token_never_touches_a_decode_engine(tiny_model_dir: Path) -> None:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kv_cache import KVCacheManager, create_single_type_managers
+from kv_cache import KVCacheManager, PrefixCache, create_single_type_managers
 from pd_service.config import EngineConfig
+from pd_service.engine.batch import InputRow
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, ReleaseHeld, StepOutput, Submit
-from pd_service.engine.model_worker import ModelInput, ModelWorker, concatenate
-from pd_service.engine.request_state import RequestState
-from pd_service.engine.sampler import SampleRow
+from pd_service.engine.model_worker import ModelWorker
 from pd_service.engine.scheduler import Scheduler
-from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits
+from pd_service.engine.step import Counters, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.request import EngineRequest, EngineSampling, RequestId
 
 logger = logging.getLogger(__name__)
@@ -44,20 +43,31 @@ class ExecutionEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_num_seqs=settings.max_num_seqs,
             max_waiting=settings.max_waiting,
+            max_preemptions=settings.max_preemptions,
+            priority_step_s=settings.priority_step_s,
         )
-        self.scheduler = Scheduler(self.kv_cache_manager, limits, settings.block_size)
+        self.scheduler = Scheduler(
+            self.kv_cache_manager,
+            limits,
+            settings.block_size,
+            has_prefix_cache=settings.prefix_cache,
+            speculative=settings.speculative,
+        )
         progress("warming up")
         self._warm_up()
 
     def _init_cache_manager(self) -> KVCacheManager:
         worker = self.worker
+        # One engine has one model in one dtype: nothing else can be found in its cache.
+        prefix_cache = PrefixCache("") if self.config.settings.prefix_cache else None
         managers = create_single_type_managers(worker.cache_info, worker.block_nums, worker.max_model_len)
         return KVCacheManager(
             managers,
             worker.cache_info,
             worker.max_model_len,
             worker.cache_tensors,
-            max_step_tokens=self.config.settings.max_num_batched_tokens,
+            max_step_tokens=self.config.settings.max_step_tokens,
+            prefix_cache=prefix_cache,
         )
 
     def _warm_up(self) -> None:
@@ -88,23 +98,29 @@ class ExecutionEngine:
             case ReleaseHeld(request_id):
                 self.scheduler.release_held(request_id)
 
-    def build(self, batch: Batch) -> ModelInput:
-        """The batch as arrays: a snapshot that stays right whatever happens to the block tables meanwhile."""
-        token_ids, positions = concatenate([(s.state.token_ids, s.state.num_computed, s.num_tokens) for s in batch])
-        sampled = [row for row, s in enumerate(batch) if s.is_sampled]
-        return ModelInput(
-            token_ids=token_ids,
-            positions=positions,
-            query_lens=[s.num_tokens for s in batch],
-            kv_lens=[s.state.num_computed + s.num_tokens for s in batch],
-            block_ids=[self.kv_cache_manager.get_block_ids(s.state.request_id) for s in batch],
-            sampled_rows=sampled,
-            sample_rows=[_sample_row(batch[row].state) for row in sampled],
-        )
+    def build(self, batch: Batch) -> list[InputRow]:
+        """What the model gets: a snapshot that stays right whatever happens to the requests meanwhile."""
+        return [self._input_row(scheduled) for scheduled in batch]
 
-    def commit(self, batch: Batch, sampled: Iterable[SampledToken], now: float) -> None:
-        requests = [s.state.request_id for s in batch if s.is_sampled]
-        self.scheduler.process_output(batch, dict(zip(requests, sampled, strict=True)), now)
+    def _input_row(self, scheduled: ScheduledRequest) -> InputRow:
+        state, drafts = scheduled.state, scheduled.draft_ids
+        first, end = state.num_computed, state.num_computed + scheduled.num_tokens
+        sampling, is_sampled = state.request.sampling, scheduled.is_sampled
+        judged_end = end + 1 if state.wants_prompt_logprobs else 0
+        return InputRow(
+            token_ids=[*state.token_ids[first:end], *drafts],
+            first=first,
+            block_ids=self.kv_cache_manager.get_block_ids(state.request_id),
+            num_drafts=len(drafts),
+            sampling=sampling if is_sampled else None,
+            next_token_id=0 if is_sampled else state.token_ids[end],
+            history=[*state.token_ids, *drafts] if is_sampled and sampling.needs_history else (),
+            num_prompt_tokens=state.request.num_prompt_tokens,
+            judged_ids=state.token_ids[first + 1 : min(judged_end, state.request.num_prompt_tokens)],
+            num_top_judged=sampling.prompt_logprobs or 0,
+            max_next_drafts=scheduled.max_next_drafts,
+            num_missing=state.num_missing,
+        )
 
     def step(self, messages: Iterable[Message] = (), now: float = 0.0) -> StepOutput | None:
         """A whole step at once: what tests, simulation and benchmarks drive."""
@@ -112,7 +128,7 @@ class ExecutionEngine:
             self.handle(message, now)
         batch = self.scheduler.schedule(now)
         if batch:
-            self.commit(batch, self.worker.run(self.build(batch)), now)
+            self.scheduler.process_output(batch, self.worker.run(self.build(batch)), now)
         return self.scheduler.take_output()
 
     def close(self) -> None:
@@ -121,21 +137,9 @@ class ExecutionEngine:
         self.worker.close()
 
 
-def _sample_row(state: RequestState) -> SampleRow:
-    sampling, position = state.request.sampling, len(state.token_ids)
-    if not sampling.needs_history:
-        return SampleRow(sampling=sampling, position=position)
-    return SampleRow(
-        sampling=sampling,
-        position=position,
-        token_ids=tuple(state.token_ids),
-        num_prompt_tokens=state.request.num_prompt_tokens,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _StepDone:
-    future: Future[list[SampledToken]]
+    future: Future[list[StepResult]]
 
 
 class _Stop:
@@ -201,7 +205,7 @@ class EngineLoop:
             self._flush()
         error = message.future.exception()
         if error is None:
-            self._engine.commit(batch, message.future.result(), time.monotonic())
+            self._engine.scheduler.process_output(batch, message.future.result(), time.monotonic())
         elif isinstance(error, Exception):
             logger.error("a step failed", exc_info=error)
             self._engine.scheduler.fail_step(batch, error)

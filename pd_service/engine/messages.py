@@ -49,10 +49,14 @@ Message = Submit | Cancel | KvArrived | KvFailed | ReleaseHeld
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """Fill these blocks with the KV of the ticket's tokens, then answer KvArrived or KvFailed."""
+    """Fill these blocks with the KV of the ticket's tokens, then answer KvArrived or KvFailed.
+
+    The KV of the tokens before `first_token` is here already.
+    """
 
     request_id: RequestId
     ticket: Ticket
+    first_token: int
     tables: Mapping[str, Sequence[int]]
 
 

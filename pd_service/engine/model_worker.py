@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from kv_cache import (
@@ -16,34 +15,21 @@ from kv_cache import (
     allocate_cache_tensors,
     calculate_block_num,
     calculate_cache_bytes,
-    prepare_block_tables,
-    prepare_slot_mapping,
     validate_cache_info,
 )
 from pd_service.config import EngineConfig
-from pd_service.engine.sampler import SampleRow, sample
-from pd_service.engine.step import SampledToken
+from pd_service.engine.batch import InputRow, make_batch
+from pd_service.engine.draft_layer import DraftLayer
+from pd_service.engine.sampler import SampleRow, prompt_logprobs, sample
+from pd_service.engine.speculation import accept
+from pd_service.engine.step import SampledToken, StepResult
 from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig
 from pd_service.models.loader import load_model
 from pd_service.ops import get_ops
-from pd_service.ops.metadata import ForwardMetadata
+from pd_service.request import EngineSampling, TokenLogprobs
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInput:
-    """One step's batch as arrays. Row i brings `query_lens[i]` new tokens; its cache then holds `kv_lens[i]`.
-
-    `sampled_rows` lists the rows whose next token is wanted, `sample_rows` how each is chosen.
-    """
-
-    token_ids: np.ndarray[Any, np.dtype[np.int64]]  # [tokens]
-    positions: np.ndarray[Any, np.dtype[np.int64]]  # [tokens]
-    query_lens: list[int]
-    kv_lens: list[int]
-    block_ids: list[dict[str, list[int]]]
-    sampled_rows: list[int]
-    sample_rows: list[SampleRow]
+_JUDGED_AT_ONCE = 64
 
 
 class ModelWorker:
@@ -54,6 +40,7 @@ class ModelWorker:
         self._device = torch.device(config.device)
         torch.set_num_threads(config.threads)
         progress("loading weights")
+        has_draft_layer = config.settings.speculative.method == "mtp"
         self.model_config: ModelConfig
         self.model: Any  # a module of pd_service.models; nn.Module knows neither its forward nor its cache info
         self.model, self.model_config = load_model(
@@ -62,8 +49,10 @@ class ModelWorker:
             device=config.device,
             block_size=config.settings.block_size,
             max_model_len=config.settings.max_model_len,
+            with_draft=has_draft_layer,
             progress=lambda share: progress(f"loading weights {share:.0%}"),
         )
+        self._draft_layer = DraftLayer(self.model, config.settings.block_size) if has_draft_layer else None
         progress("allocating KV cache")
         self.cache_info: ModelCacheInfo = self.model.get_cache_info()
         self.block_nums = self._plan_blocks()
@@ -86,7 +75,7 @@ class ModelWorker:
                 self.cache_info,
                 max_concurrency=settings.max_num_seqs,
                 max_model_len=self.max_model_len,
-                max_step_tokens=settings.max_num_batched_tokens,
+                max_step_tokens=settings.max_step_tokens,
                 available_bytes=int(self._config.kv_cache_bytes),
             )
         except ValueError as error:
@@ -102,26 +91,47 @@ class ModelWorker:
             storage = HeapStorage(num_bytes, self._device)
         return storage, allocate_cache_tensors(self.cache_info, self.block_nums, storage)
 
-    def run(self, batch: ModelInput) -> list[SampledToken]:
-        """One step: writes the KV of all new tokens, returns one token per entry of `sampled_rows`."""
+    def run(self, rows: Sequence[InputRow]) -> list[StepResult]:
+        """One step: writes the KV of all new tokens; the result of each row."""
         with torch.inference_mode():
-            block_table = prepare_block_tables(batch.block_ids)
-            block_size = self._config.settings.block_size
-            metadata = ForwardMetadata(
-                query_lens=batch.query_lens,
-                kv_lens=batch.kv_lens,
-                block_size=block_size,
-                block_table=block_table,
-                slot_mapping=prepare_slot_mapping(batch.positions.tolist(), batch.query_lens, block_table, block_size),
-            )
-            input_ids = torch.from_numpy(batch.token_ids).to(self._device)
-            positions = torch.from_numpy(batch.positions).to(self._device)
-            hidden = self.model(input_ids, positions, metadata)  # [tokens, hidden]
-            if not batch.sampled_rows:
-                return []
-            last_tokens = np.cumsum(batch.query_lens)[batch.sampled_rows] - 1
-            logits = self.model.compute_logits(hidden[torch.from_numpy(last_tokens)])  # [sampled rows, vocab]
-            return sample(logits, batch.sample_rows)
+            tokens, firsts = [row.token_ids for row in rows], [row.first for row in rows]
+            batch = make_batch(rows, tokens, firsts, self._config.settings.block_size)
+            hidden = self.model(batch.token_ids, batch.positions, batch.metadata)  # [tokens, hidden]
+            chosen = self._choose(rows, batch.starts, hidden)
+            guesses: Sequence[tuple[int, ...]] = [()] * len(rows)
+            if self._draft_layer is not None:
+                guesses = self._draft_layer.follow(rows, batch.starts, hidden, chosen)
+            judged = [self._judge(row, start, hidden) for row, start in zip(rows, batch.starts, strict=True)]
+            return [StepResult(*result) for result in zip(chosen, guesses, judged, strict=True)]
+
+    def _choose(
+        self, rows: Sequence[InputRow], starts: Sequence[int], hidden: torch.Tensor
+    ) -> list[tuple[SampledToken, ...]]:
+        """The next tokens of each row; none where none is wanted yet."""
+        indexes: list[int] = []
+        sample_rows: list[SampleRow] = []
+        for row, start in zip(rows, starts, strict=True):
+            if row.sampling is not None:
+                indexes += range(start + row.num_known - 1, start + len(row.token_ids))
+                sample_rows += _sample_rows(row, row.sampling)
+        if not indexes:
+            return [()] * len(rows)
+        choices = iter(sample(self.model.compute_logits(hidden[torch.tensor(indexes)]), sample_rows))
+        return [
+            ()
+            if row.sampling is None
+            else accept(row.token_ids[row.num_known :], list(islice(choices, row.num_drafts + 1)))
+            for row in rows
+        ]
+
+    def _judge(self, row: InputRow, start: int, hidden: torch.Tensor) -> tuple[TokenLogprobs, ...]:
+        """Log probabilities of prompt tokens, a part of the rows at a time: logits are large."""
+        judged: list[TokenLogprobs] = []
+        for begin in range(0, len(row.judged_ids), _JUDGED_AT_ONCE):
+            ids = row.judged_ids[begin : begin + _JUDGED_AT_ONCE]
+            logits = self.model.compute_logits(hidden[start + begin : start + begin + len(ids)])
+            judged += prompt_logprobs(logits, ids, row.num_top_judged)
+        return tuple(judged)
 
     def close(self) -> None:
         """Gives the cache memory back; no step may run afterwards."""
@@ -133,8 +143,11 @@ class ModelWorker:
             self.storage.close()
 
 
-def concatenate(rows: Sequence[tuple[list[int], int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Token ids and positions [tokens] of rows (all token ids, first, count)."""
-    ids = np.concatenate([np.asarray(tokens[first : first + count], np.int64) for tokens, first, count in rows])
-    positions = np.concatenate([np.arange(first, first + count, dtype=np.int64) for _, first, count in rows])
-    return ids, positions
+def _sample_rows(row: InputRow, sampling: EngineSampling) -> Iterator[SampleRow]:
+    """One for each position whose next token is wanted: the last known one and each guess."""
+    for i in range(row.num_drafts + 1):
+        position = row.first + row.num_known + i
+        history = row.history[:position] if sampling.needs_history else ()
+        yield SampleRow(
+            sampling=sampling, position=position, token_ids=history, num_prompt_tokens=row.num_prompt_tokens
+        )

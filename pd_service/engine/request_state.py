@@ -18,10 +18,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from pd_service.request import EngineRequest, RequestId
+from pd_service.engine.ngram import NgramIndex
+from pd_service.request import EngineRequest, RequestId, TokenLogprobs
 
 
 class Status(Enum):
@@ -33,11 +34,12 @@ class Status(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """Times are on the engine's clock, in seconds."""
+    """Times are on the engine's clock, in seconds. The smaller `order`, which never changes, comes first."""
 
     request: EngineRequest
     token_ids: list[int]
     arrived_at: float
+    order: tuple[float, int] = (0.0, 0)
     num_computed: int = 0
     status: Status = Status.WAITING
     is_cancelled: bool = False
@@ -45,6 +47,10 @@ class RequestState:
     started_at: float | None = None  # first scheduled, or KV arrived
     preemptions: int = 0
     pull: PullStats | None = None
+    cached_tokens: int = 0  # computed before it started, found in the prefix cache
+    draft_ids: tuple[int, ...] = ()  # guesses at the tokens after the last known one
+    ngrams: NgramIndex | None = None  # made when it is first looked up
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt tokens computed so far
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < len(self.token_ids)
@@ -57,6 +63,15 @@ class RequestState:
     @property
     def num_pending(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens it may still get."""
+        return self.request.max_new_tokens - self.num_generated
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and self.request.ticket is None
 
     @property
     def num_generated(self) -> int:

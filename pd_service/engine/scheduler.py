@@ -1,42 +1,67 @@
 """Decides which tokens of which requests run in the next step. Plain code: no clock, no I/O, no tensors.
 
 There are no phases: each request's computed count chases its token count. A step has a token budget; requests that
-need one token (decodes, and requests whose KV has just arrived) come first, then chunks of longer ones, oldest first.
+need one token (decodes, and requests whose KV has just arrived) come first, then chunks of longer ones, first in order
+first. A request's order is its time of arrival, moved by its priority, and never changes: whoever comes later or waits
+behind can be overtaken for a bounded time only.
 
 Always true between calls:
 - WAITING requests own no blocks; RECEIVING, RUNNING and HELD ones own theirs and nobody else frees them.
-- A request is admitted only when the blocks for all its tokens, one block of growth, and what is promised to those
-  admitted before fit together. When growth beyond that does not fit, the youngest running request is preempted: it
-  gives its blocks back and is recomputed later. The oldest is never preempted, so it ends, and so does everybody.
+- A request is admitted only when what `Admission` promises it fits beside what is promised to those admitted before.
+  When growth beyond that does not fit, the last running request in order that is not secured is preempted: it gives
+  its blocks back and is recomputed later. Each is preempted a bounded number of times.
 - While a step is in flight (between `schedule` and `process_output`) no block of a request in it is freed.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Mapping
+from bisect import insort
+from collections.abc import Iterable, Sequence
 
 from kv_cache import KVCacheManager
+from pd_service.config import SpeculativeSettings
+from pd_service.engine.admission import Admission
 from pd_service.engine.messages import Hold, PullOrder, StepOutput
 from pd_service.engine.request_check import check_request
 from pd_service.engine.request_state import PullStats, RequestState, Status, token_digest
-from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits
+from pd_service.engine.speculation import DraftPlan, Speculation
+from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, PdError, TransferFailed
 from pd_service.request import EngineRequest, EngineTimes, FinishReason, Load, RequestId, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 
+def _order(state: RequestState) -> tuple[float, int]:
+    return state.order
+
+
 class Scheduler:
-    def __init__(self, kv_cache_manager: KVCacheManager, limits: SchedulerLimits, block_size: int) -> None:
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        limits: SchedulerLimits,
+        block_size: int,
+        *,
+        has_prefix_cache: bool = False,
+        speculative: SpeculativeSettings | None = None,
+    ) -> None:
         self._kv = kv_cache_manager
         self._limits = limits
-        self._block_size = block_size
+        self._has_prefix_cache = has_prefix_cache
+        self._admission = Admission(
+            kv_cache_manager,
+            block_size,
+            max_preemptions=limits.max_preemptions,
+            has_prefix_cache=has_prefix_cache,
+        )
+        self._speculation = Speculation(speculative or SpeculativeSettings())
         self._requests: dict[RequestId, RequestState] = {}
-        self._waiting: deque[RequestState] = deque()
-        self._running: list[RequestState] = []  # in order of admission
+        self._waiting: list[RequestState] = []  # in order, as is the next
+        self._running: list[RequestState] = []
         self._num_receiving = 0
+        self._num_added = 0
         self._in_flight: frozenset[RequestId] = frozenset()
         self._events: list[TokenEvent] = []
         self._pulls: list[PullOrder] = []
@@ -55,9 +80,15 @@ class Scheduler:
         except PdError as error:
             self._events.append(TokenEvent(request_id=request.request_id, error=error))
             return
-        state = RequestState(request=request, token_ids=list(request.token_ids), arrived_at=now)
+        self._num_added += 1
+        state = RequestState(
+            request=request,
+            token_ids=list(request.token_ids),
+            arrived_at=now,
+            order=(now + request.priority * self._limits.priority_step_s, self._num_added),
+        )
         self._requests[request.request_id] = state
-        self._waiting.append(state)
+        insort(self._waiting, state, key=_order)
         self._admit()
         if len(self._waiting) > self._limits.max_waiting and state.status is Status.WAITING:
             self._fail(
@@ -83,9 +114,9 @@ class Scheduler:
         state.num_computed = len(state.token_ids) - 1
         state.pull = stats
         state.started_at = now
-        self.counters.received_tokens += state.num_computed
-        state.status = Status.RUNNING
-        self._running.append(state)
+        self.counters.received_tokens += state.num_computed - state.cached_tokens
+        self._commit_content(state)
+        insort(self._running, state, key=_order)
 
     def kv_failed(self, request_id: RequestId, error: Exception) -> None:
         """The pull has ended without usable KV: the request fails, and may go round again elsewhere."""
@@ -110,7 +141,9 @@ class Scheduler:
         assert not self._in_flight
         batch = self._schedule_batch()
         while not batch and len(self._running) > 1:  # everybody waits for blocks, a long prompt among them
-            self._preempt(self._running[-1])
+            victim = self._victim()
+            assert victim is not None, "secured requests wait for each other"
+            self._preempt(victim)
             batch = self._schedule_batch()
         for scheduled in batch:
             if scheduled.state.started_at is None:
@@ -118,21 +151,16 @@ class Scheduler:
         self._in_flight = frozenset(s.state.request_id for s in batch)
         return batch
 
-    def process_output(
-        self, batch: list[ScheduledRequest], tokens: Mapping[RequestId, SampledToken], now: float
-    ) -> None:
-        """Commits a step: `tokens` holds the sampled token of every request whose last known token was computed."""
+    def process_output(self, batch: Sequence[ScheduledRequest], results: Sequence[StepResult], now: float) -> None:
+        """Commits a step: what it gave each of its requests."""
         self._in_flight = frozenset()
         self.counters.steps += 1
-        for scheduled in batch:
-            state = scheduled.state
-            is_sampled = scheduled.is_sampled
-            state.num_computed += scheduled.num_tokens
-            self.counters.computed_tokens += scheduled.num_tokens
-            if state.is_cancelled:
-                self._remove(state)
-            elif is_sampled:
-                self._process_token(state, tokens[state.request_id], now)
+        self._log_step(batch)
+        for scheduled, result in zip(batch, results, strict=True):
+            if scheduled.state.is_cancelled:
+                self._remove(scheduled.state)
+            else:
+                self._process_result(scheduled, result, now)
         self._admit()
 
     def fail_step(self, batch: list[ScheduledRequest], error: Exception) -> None:
@@ -173,7 +201,7 @@ class Scheduler:
         for state in self._requests.values():
             owns_blocks = self._kv.owns_blocks(state.request_id)
             assert not (owns_blocks and state.status is Status.WAITING), f"{state.request_id} waits and owns blocks"
-            assert owns_blocks or state.status is not Status.RECEIVING, f"{state.request_id} lost its blocks"
+            assert owns_blocks or state.status in (Status.WAITING, Status.HELD), f"{state.request_id} lost its blocks"
         receiving = sum(s.status is Status.RECEIVING for s in self._requests.values())
         assert receiving == self._num_receiving
 
@@ -181,48 +209,33 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admits from the head of the queue while the head fits; a queue in order of arrival starves nobody."""
-        while self._waiting and self._has_seat() and self._fits(self._waiting[0]):
-            state = self._waiting.popleft()
+        while self._waiting and self._has_seat() and self._admission.admit(self._waiting[0], self._admitted()):
+            state = self._waiting.pop(0)
+            self.counters.cached_tokens += state.cached_tokens
             if state.takes_ticket:
                 self._start_pull(state)
             else:
                 state.status = Status.RUNNING
-                self._running.append(state)
+                insort(self._running, state, key=_order)
 
     def _has_seat(self) -> bool:
         return len(self._running) + self._num_receiving < self._limits.max_num_seqs
-
-    def _fits(self, state: RequestState) -> bool:
-        need = self._need_with_growth(state)
-        for other in self._admitted():
-            for attn_type, blocks in self._need_with_growth(other).items():
-                need[attn_type] += blocks
-        free = self._kv.num_free_blocks()
-        return all(need[attn_type] <= free[attn_type] for attn_type in need)
 
     def _admitted(self) -> Iterable[RequestState]:
         yield from self._running
         if self._num_receiving:
             yield from (s for s in self._requests.values() if s.status is Status.RECEIVING)
 
-    def _need_with_growth(self, state: RequestState) -> dict[str, int]:
-        """Blocks this request still lacks for all its tokens and one block of growth, if it will grow."""
-        tokens = min(len(state.token_ids) + self._block_size, state.request.max_cached_tokens)
-        computed = len(state.token_ids) - 1 if state.takes_ticket else state.num_computed
-        owner = state.request_id if state.status is not Status.WAITING else None
-        return self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))
-
     def _start_pull(self, state: RequestState) -> None:
-        received = len(state.token_ids) - 1
-        fits = self._kv.allocate_received_slots(state.request_id, received, 1)
-        assert fits, "admission and allocation disagree"
         self._kv.begin_pull(state.request_id, state.request_id)
         state.status = Status.RECEIVING
         self._num_receiving += 1
         ticket = state.request.ticket
         assert ticket is not None
         tables = self._kv.get_block_ids(state.request_id)
-        self._pulls.append(PullOrder(request_id=state.request_id, ticket=ticket, tables=tables))
+        self._pulls.append(
+            PullOrder(request_id=state.request_id, ticket=ticket, first_token=state.cached_tokens, tables=tables)
+        )
 
     def _received(self, request_id: RequestId) -> RequestState | None:
         """The request whose pull has ended, or None when it has no use for the answer."""
@@ -245,76 +258,144 @@ class Scheduler:
     def _schedule_batch(self) -> list[ScheduledRequest]:
         budget = self._limits.max_num_batched_tokens
         batch = self._schedule_decode_batch(budget)
-        return batch + self._schedule_prefill_batch(budget - len(batch))
+        return batch + self._schedule_prefill_batch(budget - sum(s.num_positions for s in batch))
 
     def _schedule_decode_batch(self, budget: int) -> list[ScheduledRequest]:
-        """One token for every running request that needs just one; preempts from the youngest when blocks run out."""
+        """One token for every running request that needs just one; preempts from the last when blocks run out.
+
+        Guesses get what the budget leaves then, at most half of it while a prompt waits for its next chunk. Secured
+        requests come first, because the others are those whose blocks may be taken.
+        """
+        decodes = [s for s in self._running if s.num_pending == 1]
+        num_spare = max(0, budget - len(decodes)) // (1 if len(decodes) == len(self._running) else 2)
         batch: list[ScheduledRequest] = []
-        for state in list(self._running):
-            is_decode = state.status is Status.RUNNING and state.num_pending == 1
-            if is_decode and len(batch) < budget and self._allocate_or_preempt(state, 1):
-                batch.append(ScheduledRequest(state, 1))
+        for state in sorted(decodes, key=self._admission.is_secured, reverse=True):
+            if state.status is Status.RUNNING and len(batch) < budget:
+                scheduled = self._schedule_decode(state, num_spare)
+                if scheduled is not None:
+                    batch.append(scheduled)
+                    num_spare -= len(scheduled.draft_ids)
         return batch
 
+    def _schedule_decode(self, state: RequestState, num_spare: int) -> ScheduledRequest | None:
+        return self._with_drafts(state, 1, num_spare) or (
+            ScheduledRequest(state, 1) if self._allocate_or_preempt(state, 1) else None
+        )
+
+    def _with_drafts(self, state: RequestState, num_tokens: int, num_spare: int) -> ScheduledRequest | None:
+        """The request's last known tokens and guesses behind them; None without guesses, or without room for them."""
+        plan = self._speculation.plan(state, num_spare)
+        num_new = num_tokens + len(plan.draft_ids)
+        if plan == DraftPlan() or not self._kv.allocate_slots(
+            state.request_id, state.num_computed, num_new, plan.num_lookahead
+        ):
+            return None
+        return ScheduledRequest(state, num_tokens, plan.draft_ids, plan.max_next_drafts)
+
     def _schedule_prefill_batch(self, budget: int) -> list[ScheduledRequest]:
-        """Chunks of the requests with more to compute, oldest first, as the budget allows."""
+        """Chunks of the requests with more to compute, in order, as the budget allows."""
         batch: list[ScheduledRequest] = []
-        for state in list(self._running):
+        for state in self._running:
             if budget < 1:
                 break
-            if state.status is not Status.RUNNING or state.num_pending == 1:
+            if state.num_pending == 1:
                 continue
             chunk = min(state.num_pending, budget)
-            if self._kv.allocate_slots(state.request_id, state.num_computed, chunk):
-                batch.append(ScheduledRequest(state, chunk))
+            scheduled = self._schedule_chunk(state, chunk)
+            if scheduled is not None:
+                batch.append(scheduled)
                 budget -= chunk
         return batch
 
+    def _schedule_chunk(self, state: RequestState, chunk: int) -> ScheduledRequest | None:
+        if chunk == state.num_pending and (scheduled := self._with_drafts(state, chunk, 0)):
+            return scheduled
+        fits = self._kv.allocate_slots(state.request_id, state.num_computed, chunk)
+        return ScheduledRequest(state, chunk) if fits else None
+
     def _allocate_or_preempt(self, state: RequestState, num_tokens: int) -> bool:
-        """False when the request has to sit this step out: nobody younger has blocks to give."""
+        """False when the request has to sit this step out: nobody behind it has blocks to give."""
         while not self._kv.allocate_slots(state.request_id, state.num_computed, num_tokens):
-            victim = self._running[-1]
-            if victim is state:
+            victim = self._victim()
+            if victim is None or victim is state:
                 return False
             self._preempt(victim)
         return True
+
+    def _victim(self) -> RequestState | None:
+        """Who gives its blocks back next: the last in order that may be asked to."""
+        return next((s for s in reversed(self._running) if not self._admission.is_secured(s)), None)
 
     def _preempt(self, state: RequestState) -> None:
         self._running.remove(state)
         self._free_blocks(state)
         state.num_computed = 0
+        state.draft_ids = ()
+        state.prompt_logprobs.clear()
         state.status = Status.WAITING
         state.preemptions += 1
         self.counters.preemptions += 1
-        self._waiting.appendleft(state)
+        insort(self._waiting, state, key=_order)
         logger.info("preempted %s at %d tokens", state.request_id, len(state.token_ids))
 
-    def _process_token(self, state: RequestState, token: SampledToken, now: float) -> None:
-        request = state.request
+    # ---- results of a step
+
+    def _process_result(self, scheduled: ScheduledRequest, result: StepResult, now: float) -> None:
+        """Everything a step computed for a request: its KV, then its tokens, then its end if that has come."""
+        state = scheduled.state
         is_first = state.num_generated == 0
-        is_stop = token.token_id in request.sampling.stop_token_ids
-        if not is_stop:
-            state.token_ids.append(token.token_id)
-        finish: FinishReason | None = None
-        if is_stop:
-            finish = FinishReason.STOP
-        elif state.num_generated == request.max_new_tokens:
-            finish = FinishReason.LENGTH
-        elif request.prefill_only:
-            finish = FinishReason.PREFILLED
-        self._events.append(
-            TokenEvent(
-                request_id=state.request_id,
-                token_ids=() if is_stop else (token.token_id,),
-                logprobs=() if is_stop or token.logprobs is None else (token.logprobs,),
-                finish=finish,
-                times=_times(state, now) if is_first else None,
+        num_right = max(0, len(result.tokens) - 1)
+        self.counters.computed_tokens += scheduled.num_positions
+        self.counters.drafted_tokens += len(scheduled.draft_ids)
+        self.counters.accepted_tokens += num_right
+        state.draft_ids = result.draft_ids
+        state.prompt_logprobs += result.prompt_logprobs
+        tokens, finish = self._take_tokens(state, result)
+        state.num_computed = min(state.num_computed + scheduled.num_tokens + num_right, len(state.token_ids))
+        self._commit_content(state)
+        if result.tokens:
+            self._events.append(
+                TokenEvent(
+                    request_id=state.request_id,
+                    token_ids=tuple(token.token_id for token in tokens),
+                    logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
+                    finish=finish,
+                    num_drafted=len(scheduled.draft_ids),
+                    times=_times(state, now) if is_first else None,
+                    prompt_logprobs=tuple(state.prompt_logprobs) if is_first else (),
+                )
             )
-        )
         if finish is FinishReason.PREFILLED:
             self._hold(state)
         elif finish is not None:
             self._remove(state)
+
+    def _take_tokens(self, state: RequestState, result: StepResult) -> tuple[list[SampledToken], FinishReason | None]:
+        """Appends the step's tokens up to the one that ends the request; a stop token is none of them."""
+        taken: list[SampledToken] = []
+        for token in result.tokens:
+            if token.token_id in state.request.sampling.stop_token_ids:
+                return taken, FinishReason.STOP
+            state.token_ids.append(token.token_id)
+            taken.append(token)
+            if not state.num_missing:
+                return taken, FinishReason.LENGTH
+        return taken, FinishReason.PREFILLED if taken and state.request.prefill_only else None
+
+    def _commit_content(self, state: RequestState) -> None:
+        if self._has_prefix_cache:
+            self._kv.commit(state.request_id, state.token_ids, state.num_computed)
+
+    def _log_step(self, batch: Sequence[ScheduledRequest]) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step %d: %d requests, %d tokens, %d waiting, blocks %s",
+                self.counters.steps,
+                len(batch),
+                sum(s.num_positions for s in batch),
+                len(self._waiting),
+                self._kv.format_usage(),
+            )
 
     def _hold(self, state: RequestState) -> None:
         self._running.remove(state)
@@ -353,7 +434,9 @@ def _times(state: RequestState, now: float) -> EngineTimes:
     started = state.started_at if state.started_at is not None else now
     compute_ms = (now - started) * 1e3
     if state.pull is None:
-        return EngineTimes(queue_ms=(started - state.arrived_at) * 1e3, compute_ms=compute_ms)
+        return EngineTimes(
+            queue_ms=(started - state.arrived_at) * 1e3, compute_ms=compute_ms, cached_tokens=state.cached_tokens
+        )
     pull = state.pull
     return EngineTimes(
         queue_ms=pull.queue_ms,
@@ -363,4 +446,5 @@ def _times(state: RequestState, now: float) -> EngineTimes:
         confirm_ms=pull.confirm_ms,
         kv_bytes=pull.kv_bytes,
         plane=pull.plane,
+        cached_tokens=state.cached_tokens,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any, TypeVar
@@ -152,9 +152,7 @@ class Reader:
         peer, opened = await asyncio.shield(claim.opening)
         if opened.token_digest != order.ticket.token_digest or opened.num_tokens != order.ticket.num_tokens:
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
-        reading = asyncio.get_running_loop().run_in_executor(
-            self._threads, self._read, peer, claim.ticket.lease_id, opened, order.tables
-        )
+        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, peer, opened, order)
         num_bytes, wire_s = await reading
         received_at = monotonic()
         if not await peer.confirm(claim.ticket.lease_id):
@@ -168,16 +166,14 @@ class Reader:
             plane=peer.plane_name,
         )
 
-    def _read(
-        self, peer: Peer, lease_id: str, opened: pb.TicketOpened, tables: Mapping[str, Sequence[int]]
-    ) -> tuple[int, float]:
+    def _read(self, peer: Peer, opened: pb.TicketOpened, order: PullOrder) -> tuple[int, float]:
         """In a thread: plans and reads. Returns the bytes and the seconds in which they moved."""
         assert peer.layout is not None
         assert peer.plane is not None
         source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
-        runs = plan_read(peer.layout, self._layout, source_tables, tables, 0, opened.num_tokens)
+        runs = plan_read(peer.layout, self._layout, source_tables, order.tables, order.first_token, opened.num_tokens)
         started_at = monotonic()
-        peer.plane.read(lease_id, runs, self._pull_timeout_s)
+        peer.plane.read(order.ticket.lease_id, runs, self._pull_timeout_s)
         return runs.num_bytes, monotonic() - started_at
 
     async def _open(self, ticket: Ticket) -> tuple[Peer, pb.TicketOpened]:
