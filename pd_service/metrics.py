@@ -51,6 +51,12 @@ class GatewayMetrics:
         self._routing_decisions = Counter(
             "pd_routing_decisions_total", "Choices of the router.", ["choice", "reason"], registry=self.registry
         )
+        self._draft_tokens = Counter(
+            "pd_draft_tokens_total",
+            "Guesses verified by speculative decoding, by whether they proved right.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.ttft_s = Histogram(
             "pd_ttft_seconds",
             "From the acceptance of a request to its first token.",
@@ -94,6 +100,12 @@ class GatewayMetrics:
     def count_routing_decision(self, choice: str, reason: str) -> None:
         """`choice` and `reason` come from small fixed sets; they never hold names of engines or requests."""
         self._routing_decisions.labels(choice, reason).inc()
+
+    def count_drafts(self, num_verified: int, num_accepted: int) -> None:
+        """The acceptance rate is accepted / (accepted + rejected)."""
+        if num_verified:
+            self._draft_tokens.labels("accepted").inc(num_accepted)
+            self._draft_tokens.labels("rejected").inc(num_verified - num_accepted)
 
     def observe_phase(self, phase: str, seconds: float) -> None:
         self._phase_s.labels(phase).observe(seconds)

@@ -118,7 +118,9 @@ def logprobs_from_wire(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def event_to_wire(event: TokenEvent) -> engine_pb2.RequestEvent:
-    message = engine_pb2.RequestEvent(request_id=event.request_id, token_ids=event.token_ids)
+    message = engine_pb2.RequestEvent(
+        request_id=event.request_id, token_ids=event.token_ids, num_drafted=event.num_drafted
+    )
     message.logprobs.extend(logprobs_to_wire(one) for one in event.logprobs)
     message.prompt_logprobs.extend(logprobs_to_wire(one) for one in event.prompt_logprobs)
     if event.finish is not None:
@@ -139,6 +141,7 @@ def event_from_wire(message: engine_pb2.RequestEvent) -> TokenEvent:
         token_ids=tuple(message.token_ids),
         logprobs=tuple(logprobs_from_wire(one) for one in message.logprobs),
         prompt_logprobs=tuple(logprobs_from_wire(one) for one in message.prompt_logprobs),
+        num_drafted=message.num_drafted,
         finish=FinishReason(message.finish) if message.finish else None,
         ticket=ticket_from_wire(message.ticket) if message.HasField("ticket") else None,
         times=(

@@ -155,6 +155,7 @@ class RequestStory:
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
                 _account(event, progress, has_ticket=ticket is not None)
+                self._metrics.count_drafts(event.num_drafted, max(0, len(event.token_ids) - 1))
                 for handed in _hand_out(event, progress):
                     yield handed
                 if event.finish is not None:

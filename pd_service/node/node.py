@@ -23,7 +23,7 @@ import grpc
 from kv_cache import SharedStorage
 from pd_service import wire
 from pd_service.channels import Context, beside, server_options, write_all
-from pd_service.config import PROTOCOL_VERSION, EngineConfig
+from pd_service.config import PROTOCOL_VERSION, EngineConfig, SpeculativeSettings
 from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, PullOrder, ReleaseHeld, StepOutput, Submit
 from pd_service.engine.request_state import PullStats
@@ -295,6 +295,9 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             computed_tokens=counters.computed_tokens,
             received_tokens=counters.received_tokens,
             preemptions=counters.preemptions,
+            cached_tokens=counters.cached_tokens,
+            drafted_tokens=counters.drafted_tokens,
+            accepted_tokens=counters.accepted_tokens,
         )
 
     def _choices(self) -> list[pb.Choice]:
@@ -308,6 +311,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             pb.Choice(what="device", chosen=config.device, reason="configured"),
             pb.Choice(what="dtype", chosen=config.dtype, reason="configured"),
             pb.Choice(what="attention", chosen=worker.attention, reason=f"the one there is for {config.device}"),
+            pb.Choice(what="prefix cache", chosen="on" if config.settings.prefix_cache else "off", reason="configured"),
+            pb.Choice(what="speculation", chosen=_guesses(config.settings.speculative), reason="configured"),
             pb.Choice(what="KV blocks", chosen=blocks, reason=f"kv_cache_bytes {size}"),
         ]
         if config.role != "decode":
@@ -315,3 +320,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             offered = ", ".join(self._holder.plane_names)
             choices.append(pb.Choice(what="offers", chosen=offered, reason=refused or "all configured planes"))
         return choices + self._reader.choices()
+
+
+def _guesses(settings: SpeculativeSettings) -> str:
+    return "none" if settings.method == "none" else f"{settings.method}, {settings.num_tokens} tokens"

@@ -159,7 +159,7 @@ class StepEvents(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "token_ids", "logprobs", "finish", "ticket", "error", "times", "prompt_logprobs")
+    __slots__ = ("request_id", "token_ids", "logprobs", "finish", "ticket", "error", "times", "prompt_logprobs", "num_drafted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class RequestEvent(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
@@ -176,7 +177,8 @@ class RequestEvent(_message.Message):
     error: RequestError
     times: EngineTimes
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    num_drafted: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., num_drafted: _Optional[int] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("code", "message")
@@ -225,7 +227,7 @@ class EngineStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "pid", "choices", "holders", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions")
+    __slots__ = ("incarnation", "role", "pid", "choices", "holders", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions", "cached_tokens", "drafted_tokens", "accepted_tokens")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +241,9 @@ class EngineStatus(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     pid: int
@@ -252,7 +257,10 @@ class EngineStatus(_message.Message):
     computed_tokens: int
     received_tokens: int
     preemptions: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., holders: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., holders: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class BlockUsage(_message.Message):
     __slots__ = ("attn_type", "used", "total")
