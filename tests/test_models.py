@@ -155,7 +155,7 @@ def test_end_tokens_come_from_both_files(in_config, in_generation, expected, tmp
         ({"architectures": None}, r"None.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, r"hidden_act.*'silu'.*'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \('awq'\)"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type.*'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type.*'longrope'"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"'linear' needs 'factor'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\).*num_key_value_heads \(3\)"),

@@ -8,6 +8,8 @@ must compute what it computes.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -16,6 +18,20 @@ from pd_service.errors import ConfigError
 from pd_service.ops.metadata import ForwardMetadata
 
 DEVICE_MODULES = {"cpu": "pd_service.ops.cpu"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """A layer's experts: `gate_up` and `down` from `Ops.pack_experts`, biases [experts, out] or None.
+
+    Before packing, `gate_up` is [experts, 2 * dim, hidden] and `down` [experts, hidden, dim].
+    """
+
+    num_experts: int
+    gate_up: list[torch.Tensor]
+    down: list[torch.Tensor]
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 class Ops(Protocol):
@@ -30,6 +46,17 @@ class Ops(Protocol):
     def pack_head_linear(self, weight: torch.Tensor) -> list[torch.Tensor]: ...
 
     def head_linear(self, x: torch.Tensor, packed: list[torch.Tensor]) -> torch.Tensor: ...
+
+    def pack_experts(self, weight: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        weights: ExpertWeights,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

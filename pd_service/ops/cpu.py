@@ -21,50 +21,15 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from pd_service.ops.cpu_linear import experts as experts
+from pd_service.ops.cpu_linear import head_linear as head_linear
+from pd_service.ops.cpu_linear import linear as linear
+from pd_service.ops.cpu_linear import pack_experts as pack_experts
+from pd_service.ops.cpu_linear import pack_head_linear as pack_head_linear
+from pd_service.ops.cpu_linear import pack_linear as pack_linear
 from pd_service.ops.metadata import ForwardMetadata
 
 PAGED_ATTENTION = "paged, torch SDPA"  # for people to read
-
-
-def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` [out, in] in the layout that `linear` reads fastest; a copy, for inference only.
-
-    oneDNN's blocked layout reads the weights of a decode step at memory speed: about twice as fast as F.linear, for any
-    number of rows. Its operators are private in torch, hence the exact version in pyproject.toml.
-    """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
-
-
-def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x` [rows, in] times `packed` [out, in] transposed, plus `bias` [out]: [rows, out].
-
-    `packed` comes from `pack_linear`; a plain weight works too. For a single row oneDNN splits long sums, which would
-    make the result depend on the batch; a second row prevents that and costs little, as reading `packed` is the work.
-    """
-    if not packed.is_mkldnn:
-        return F.linear(x, packed, bias)
-    rows = x.shape[0]
-    if rows == 1:
-        x = x.expand(2, -1).contiguous()
-    result = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
-    return cast(torch.Tensor, result[:rows])
-
-
-def pack_head_linear(weight: torch.Tensor) -> list[torch.Tensor]:
-    """`weight` [heads, out, in], a matrix for each head, as `head_linear` takes it; a copy, for inference only."""
-    return [pack_linear(matrix.contiguous()) for matrix in weight]
-
-
-def head_linear(x: torch.Tensor, packed: list[torch.Tensor]) -> torch.Tensor:
-    """`x` [tokens, heads, in], each head times its own matrix [out, in] transposed: [tokens, heads, out].
-
-    Head by head, because the result of torch.bmm depends on the other tokens of the batch when these are few.
-    """
-    return torch.stack([linear(x[:, i].contiguous(), matrix, None) for i, matrix in enumerate(packed)], dim=1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
