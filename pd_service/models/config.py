@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pd_service.config import describe
 from pd_service.errors import ConfigError
+from pd_service.models.rope import RopeConfig
 
 MODEL_REGISTRY = {  # architecture: the module that defines the class of that name
     "Gemma3ForCausalLM": "pd_service.models.gemma3",
@@ -27,30 +28,6 @@ MODEL_REGISTRY = {  # architecture: the module that defines the class of that na
 
 Count = Annotated[int, Field(ge=1)]
 _Model = TypeVar("_Model", bound=BaseModel)
-
-
-class RopeConfig(BaseModel):
-    """Rotary embedding. `factor` stretches positions; the last three are those of Llama 3's published formula."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    factor: Annotated[float, Field(gt=0)] = 1.0
-    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
-    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
-    original_max_position_embeddings: Count
-
-    @model_validator(mode="before")
-    @classmethod
-    def _state_what_the_type_needs(cls, given: dict[str, Any]) -> dict[str, Any]:
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        for key in needed.get(str(given.get("rope_type")), ()):
-            if key not in given:
-                raise ValueError(f"rope_type {given['rope_type']!r} needs {key!r}")
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"partial_rotary_factor {given['partial_rotary_factor']!r} is not supported; only 1.0")
-        return given
 
 
 class Generation(BaseModel):

@@ -15,8 +15,9 @@ from torch import nn
 
 from pd_service.models.attention import AttentionShape, GroupedQueryAttention
 from pd_service.models.base import CausalLM, Decoder
-from pd_service.models.config import Count, LayerType, LayerTypesConfig, ModelConfig, RopeConfig
+from pd_service.models.config import Count, LayerType, LayerTypesConfig, ModelConfig
 from pd_service.models.layers import GatedMLP, Place, RMSNorm, RotaryEmbedding
+from pd_service.models.rope import RopeConfig
 from pd_service.ops.metadata import ForwardMetadata
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pd_service.models.config import RopeConfig
+from pd_service.models.rope import RopeConfig
 from pd_service.ops import Ops
 from pd_service.ops.metadata import ForwardMetadata
 
@@ -96,7 +96,7 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, *, place: Place) -> None:
         angles = torch.outer(torch.arange(max_model_len).float(), inverse_frequencies(rope, head_dim))
-        cos, sin = angles.cos(), angles.sin()  # [max_model_len, head_dim / 2]
+        cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude  # [max_model_len, head_dim / 2]
         self.dtype = place.dtype
         self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(place.device)  # [max_model_len, 1, head_dim]
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(place.device)
@@ -114,15 +114,37 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of each plane, [head_dim / 2], float32.
 
     "llama3" is the formula published with Llama 3.1 (`apply_scaling` of Meta's llama-models): wavelengths the original
-    context never completed are stretched by `factor`, short ones stay, and those between are interpolated.
+    context never completed are stretched by `factor`, short ones stay, and those between are interpolated. "yarn" does
+    so along the planes (section 3.2 of arXiv 2309.00071).
     """
     plain = 1.0 / rope.rope_theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
-    if rope.rope_type == "default":
-        return plain
     stretched = plain / rope.factor
-    if rope.rope_type == "linear":
-        return stretched
-    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # in the original context
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    smooth = smooth.clamp(0.0, 1.0)
-    return (1 - smooth) * stretched + smooth * plain
+    match rope.rope_type:
+        case "default":
+            return plain
+        case "linear":
+            return stretched
+        case "llama3":
+            turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # in the original context
+            kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        case "yarn":
+            first, last = _yarn_planes(rope, head_dim)
+            kept = 1 - (torch.arange(head_dim // 2).float() - first) / (last - first or 0.001)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * stretched + kept * plain
+
+
+def _yarn_planes(rope: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """The planes between which yarn interpolates: the last to stay as it is, the first to be stretched in full.
+
+    These turn `beta_fast` and `beta_slow` times in the original context; fractions of planes unless `truncate`.
+    """
+
+    def plane_of(turns: float) -> float:
+        slowdown = rope.original_max_position_embeddings / (turns * 2 * math.pi)  # of this plane to the first
+        return head_dim * math.log(slowdown) / (2 * math.log(rope.rope_theta))
+
+    first, last = plane_of(rope.beta_fast), plane_of(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    return max(first, 0), min(last, head_dim - 1)
