@@ -8,7 +8,7 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +20,11 @@ from pd_service import views
 from pd_service.channels import channel_options
 from pd_service.config import ServiceConfig, load_config
 from pd_service.errors import ConfigError
+from pd_service.progress import Progress, shown_progress
 from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from pd_service.gateway.gateway import Gateway
-    from pd_service.models.config import ModelConfig
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for LLM inference.",
@@ -80,21 +80,17 @@ def serve(
     }
     settings = load_config(config, {name: value for name, value in flags.items() if value is not None})
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s %(message)s")
-    with _progress_line() as progress:
+    with shown_progress(console) as progress:
         model_dir = _model_dir(settings, progress)
-        progress("loading libraries")
-        from pd_service.models.config import load_model_config  # torch takes seconds to import
-
-        model_config = load_model_config(model_dir)
-    asyncio.run(_until_signal(_serve(settings, model_dir, model_config)))
+    asyncio.run(_until_signal(_serve(settings, model_dir)))
 
 
-def _model_dir(config: ServiceConfig, progress: Callable[[str], None]) -> Path:
+def _model_dir(config: ServiceConfig, progress: Progress) -> Path:
     if config.model != "demo":
         return Path(config.model).expanduser().resolve()
     from pd_service.demo import demo_model_dir
 
-    return demo_model_dir(progress)
+    return demo_model_dir(lambda stage: progress("demo model", stage))
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
@@ -115,12 +111,11 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
         console.print("stopped")
 
 
-async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConfig) -> None:
-    with _progress_line() as progress:
-        progress("loading libraries")
-        from pd_service.cluster.service import running_service  # Ray takes seconds to import
+async def _serve(config: ServiceConfig, model_dir: Path) -> None:
+    with shown_progress(console) as progress:
+        from pd_service.cluster.service import running_service  # Ray takes a moment to import
 
-        context = running_service(config, model_dir=model_dir, model_config=model_config, progress=progress)
+        context = running_service(config, model_dir=model_dir, progress=progress)
         async with contextlib.AsyncExitStack() as stack:
             service = await stack.enter_async_context(context)
             until_stopped = stack.pop_all()
@@ -132,24 +127,6 @@ async def _serve(config: ServiceConfig, model_dir: Path, model_config: ModelConf
 def _own_command() -> str:
     """How another terminal can call this program: by name if it is on the path there, else by its place."""
     return "pd-service" if shutil.which("pd-service") else str(Path(sys.executable).with_name("pd-service"))
-
-
-@contextlib.contextmanager
-def _progress_line() -> Iterator[Callable[[str], None]]:
-    """On a terminal one line that changes; elsewhere a line for each new message."""
-    if not console.is_terminal:
-        shown = ""
-
-        def show(message: str) -> None:
-            nonlocal shown
-            if message != shown:
-                console.print(message, soft_wrap=True)
-            shown = message
-
-        yield show
-        return
-    with console.status("starting") as line:
-        yield line.update
 
 
 def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse) -> None:

@@ -23,7 +23,7 @@ MODELS = OPS | {"pd_service.models", "kv_cache"}
 ENGINE = MODELS | {"pd_service.engine"}
 NODE = ENGINE | WIRE | {"pd_service.node", "transfer", "grpc"}
 GATEWAY = WIRE | {"pd_service.gateway", "pd_service.metrics", "pd_service.models.config", "grpc"}
-CLUSTER = GATEWAY | NODE | {"pd_service.cluster", "ray"}
+CLUSTER = GATEWAY | NODE | {"pd_service.cluster", "pd_service.progress", "ray"}
 ALLOWED: dict[str, set[str]] = {
     "kv_cache": set(),
     "transfer": set(),
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.channels": BASE | {"grpc"},
     "pd_service.wire": WIRE,
     "pd_service.metrics": BASE,
+    "pd_service.progress": set(),
     "pd_service.ops": OPS,
     "pd_service.models": MODELS,
     "pd_service.engine": ENGINE,

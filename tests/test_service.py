@@ -250,7 +250,7 @@ def test_a_stop_while_it_starts_leaves_no_process(tiny_model_dir: Path) -> None:
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "starting; prefill" in line:  # the engines are on their way
+        if "prefill/" in line:  # the engines are on their way
             break
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MIN_RESTART_S = 0.1  # doubled with each failure before an engine became ready
 MAX_RESTART_S = 10.0
-PROGRESS_S = 0.5  # between questions to an engine that starts
+PROGRESS_S = 0.2  # between questions to an engine that starts
 STATUS_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 1.5  # for an engine to end by itself
 ROLES: tuple[PoolRole, ...] = ("prefill", "decode")
@@ -110,7 +110,6 @@ class Controller(admin_pb2_grpc.AdminServicer):
                 max_restarts=0,
                 max_concurrency=4,
                 scheduling_strategy="SPREAD",
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(settings.threads)}},
             )
             .remote(self._config.engine_config(role, self._model_dir).model_dump(mode="json"), self._host)
         )

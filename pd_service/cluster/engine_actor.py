@@ -36,6 +36,9 @@ class EngineActor:
     def start(self) -> dict[str, str]:
         """Loads the model and binds; the address, incarnation, host and process id others know it by."""
         self._progress = "loading libraries"
+        # OpenMP reads this once, when torch brings it in. An environment of the actor's own would say it as well, but
+        # then Ray starts a process for it, instead of taking one that it keeps at hand.
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)
         from pd_service.node.node import EngineNode  # torch: for the engine, not for its controller
 
         try:

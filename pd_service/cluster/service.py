@@ -1,6 +1,6 @@
 """A whole service on Ray: start or join a cluster, start the controller, run a gateway in this process, stop it all.
 
-async with running_service(config, progress) as service:
+async with running_service(config, model_dir=model_dir, progress=progress) as service:
     ...                               # doors open, every engine ready
 # nothing of it is left: no actor, no process, no shared memory
 """
@@ -13,8 +13,8 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import ray
 
-from pd_service.channels import channel_options
+from pd_service.channels import channel_options, end
 from pd_service.cluster.controller import Controller
 from pd_service.config import ServiceConfig
 from pd_service.errors import ConfigError
 from pd_service.gateway.doors import Doors
-from pd_service.models.config import ModelConfig
+from pd_service.models.config import load_model_config, require_supported
+from pd_service.progress import READY, Progress
 from pd_service.rpc import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ logger = logging.getLogger(__name__)
 RAY_REACH_S = 5.0
 MEETING_S = 5.0  # for decode engines to connect to prefill engines
 CONTROLLER_STOP_S = 3.0  # of the five seconds a whole stop may take
-
-Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -56,32 +55,23 @@ class Service:
 
 
 @asynccontextmanager
-async def running_service(
-    config: ServiceConfig, *, model_dir: Path, model_config: ModelConfig, progress: Progress
-) -> AsyncIterator[Service]:
+async def running_service(config: ServiceConfig, *, model_dir: Path, progress: Progress) -> AsyncIterator[Service]:
     """Yields when both pools can answer. Raises ConfigError when the service cannot start as asked."""
-    asked = config.engine.max_model_len
-    if asked is not None and asked > model_config.max_model_len:
-        raise ConfigError(f"engine.max_model_len: {asked} is more than the model's {model_config.max_model_len} tokens")
+    require_supported(model_dir)
     if config.ray.address is not None:
         await _require_reachable(config.ray.address)
+    model_name = config.served_model_name or model_dir.name
     doors = Doors(config.gateway)
     try:
-        # Not while Ray starts: it forks its processes with Python code in between, and a fork in the midst of another
-        # thread's import can leave a child that waits for the import lock for ever.
-        gateway = _make_gateway(config, doors, model_dir, model_config)
-        progress("starting Ray")
+        progress("Ray", "starting")
         async with (
             _running_ray(config) as host,
-            _running_controller(config, model_dir, gateway.model_name, host) as admin_address,
+            _running_controller(config, model_dir, model_name, host) as admin_address,
+            AsyncExitStack() as until_stopped,
         ):
-            await gateway.start(admin_address)
-            try:
-                service = Service(gateway=gateway, admin_address=admin_address)
-                await _wait_until_ready(service, progress)
-                yield service
-            finally:
-                await gateway.stop()
+            progress("Ray", READY)
+            opening = _open_gateway(config, doors, model_dir, model_name, admin_address, until_stopped, progress)
+            yield await _unless_an_engine_fails(opening, admin_address, progress)
     finally:
         await doors.close()
 
@@ -113,16 +103,44 @@ async def _require_reachable(address: str) -> None:
     writer.close()
 
 
-def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_config: ModelConfig) -> Gateway:
-    from pd_service.gateway.gateway import Gateway  # takes seconds to import
+async def _open_gateway(
+    config: ServiceConfig,
+    doors: Doors,
+    model_dir: Path,
+    model_name: str,
+    admin_address: str,
+    until_stopped: AsyncExitStack,
+    progress: Progress,
+) -> Service:
+    """Returns when the gateway is connected to both pools; it is stopped with `until_stopped`."""
+    progress("gateway", "loading libraries")
+    # In a thread, beside the engines that load; not before, while Ray starts: Ray forks its processes with Python code
+    # in between, and a fork in the midst of another thread's import can leave a child that waits for its lock for ever.
+    gateway = await asyncio.to_thread(_make_gateway, config, doors, model_dir, model_name)
+    await gateway.start(admin_address)
+    until_stopped.push_async_callback(gateway.stop)
+    progress("gateway", "waiting for engines")
+    await gateway.wait_until_ready()
+    service = Service(gateway=gateway, admin_address=admin_address)
+    await _wait_until_met(service)
+    progress("gateway", READY)
+    return service
 
+
+def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_name: str) -> Gateway:
+    from pd_service.gateway.gateway import Gateway  # with transformers and torch: seconds
+
+    model_config = load_model_config(model_dir)
+    asked = config.engine.max_model_len
+    if asked is not None and asked > model_config.max_model_len:
+        raise ConfigError(f"engine.max_model_len: {asked} is more than the model's {model_config.max_model_len} tokens")
     return Gateway(
         config.gateway,
         doors,
         model_dir=model_dir,
         model_config=model_config,
-        model_name=config.served_model_name or model_dir.name,
-        max_model_len=config.engine.max_model_len or model_config.max_model_len,
+        model_name=model_name,
+        max_model_len=asked or model_config.max_model_len,
     )
 
 
@@ -188,21 +206,22 @@ def _take_signals_back() -> None:
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
-async def _wait_until_ready(service: Service, progress: Progress) -> None:
-    """Shows what the engines are doing until the gateway is connected to both pools. An engine that cannot start for a
-    reason that stays (a model that does not load, a cache that does not fit) ends the wait.
+async def _unless_an_engine_fails(
+    opening: Coroutine[Any, Any, Service], admin_address: str, progress: Progress
+) -> Service:
+    """What `opening` returns, with the engines' progress shown meanwhile. An engine that cannot start for a reason that
+    stays (a model that does not load, a cache that does not fit) ends the wait.
     """
-    ready = asyncio.create_task(service.gateway.wait_until_ready())
-    watching = asyncio.create_task(_show_progress(service, progress))
+    service = asyncio.create_task(opening)
+    failure = asyncio.create_task(_show_progress(admin_address, progress))
     try:
-        await asyncio.wait((ready, watching), return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            raise ConfigError(watching.result())
-        await ready
-        await _wait_until_met(service)
+        await asyncio.wait((service, failure), return_when=asyncio.FIRST_COMPLETED)
+        if not service.done():
+            raise ConfigError(failure.result())
+        return await service
     finally:
-        ready.cancel()
-        watching.cancel()
+        await end(service)
+        await end(failure)
 
 
 async def _wait_until_met(service: Service) -> None:
@@ -218,13 +237,13 @@ def _have_met(status: admin_pb2.StatusResponse) -> bool:
     return all(engine.status.holders >= num_holders for engine in status.engines if engine.member.role == "decode")
 
 
-async def _show_progress(service: Service, progress: Progress) -> str:
+async def _show_progress(admin_address: str, progress: Progress) -> str:
     """Returns only when an engine failed to start: with the reason."""
-    async with grpc.aio.insecure_channel(service.admin_address, options=channel_options()) as channel:
+    async with grpc.aio.insecure_channel(admin_address, options=channel_options()) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         async for membership in admin.WatchMembership(admin_pb2.WatchMembershipRequest()):
-            states = [f"{member.engine_id} {member.progress or member.state}" for member in membership.members]
-            progress("; ".join(sorted(states)))
+            for member in sorted(membership.members, key=lambda one: one.engine_id):
+                progress(member.engine_id, member.progress or member.state)
             status = await admin.Status(admin_pb2.StatusRequest())
             failures = [f"{pool.role}: {pool.last_failure}" for pool in status.pools if pool.last_failure]
             if failures:

@@ -167,6 +167,12 @@ class ModelConfig:
     hf: HfConfig
 
 
+def require_supported(model_dir: Path) -> None:
+    """Raises ConfigError for what is no model directory, or a model of no family here; imports no family to say so."""
+    path = _config_file(model_dir)
+    _known_architecture(path, _read_json(path))
+
+
 def load_model_config(model_dir: Path) -> ModelConfig:
     """The model in `model_dir`. Raises ConfigError for what is no model directory, or no model we compute right."""
     path = _config_file(model_dir)
