@@ -30,6 +30,7 @@ class Group:
     free: list[int]
     caches: list[torch.Tensor] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)
+    skipped: dict[int, int] = field(default_factory=dict)  # tokens of each request that have left the window
 
     def add(self, entry: CacheEntry, num_blocks: int) -> None:
         assert entry.sliding_window == self.window
@@ -43,14 +44,14 @@ class Group:
         while len(table) * self.block_size < num_tokens:
             table.append(self.free.pop(0))
         skipped = 0 if self.window is None else max(0, past - self.window + 1)
-        for position in range(skipped):
+        for position in range(self.skipped.get(request, 0), skipped):
             index, offset = divmod(position, self.block_size)
             for cache in self.caches:
                 cache[table[index], offset] = torch.nan
-        for index in range(skipped // self.block_size):
-            if table[index]:
+            if offset == self.block_size - 1:
                 self.free.append(table[index])
-            table[index] = 0
+                table[index] = 0
+        self.skipped[request] = skipped
 
     def slots(self, request: int, positions: range) -> list[int]:
         table = self.tables[request]

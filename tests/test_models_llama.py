@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig
 
-from tests.model_parity import FamilyLaws
+from tests.model_parity import TINY, FamilyLaws
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,31 +20,20 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def config(**different: Any) -> LlamaConfig:
-    sizes = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.3,
-    }
-    return LlamaConfig(**(sizes | different))
+    return LlamaConfig(**(TINY | different))
 
 
 class TestLlama(FamilyLaws):
     architecture = "LlamaForCausalLM"
     variants: ClassVar = {
-        "tied": config(),
-        "untied": config(tie_word_embeddings=False),
+        "tied": config(tie_word_embeddings=True),
+        "untied": config(),
         "mha": config(num_key_value_heads=4),
         "mqa": config(num_key_value_heads=1),
         "wide heads": config(head_dim=24),
         "llama3": config(rope_parameters=LLAMA3),
         "linear": config(rope_parameters=LINEAR),
-        "sharded": config(tie_word_embeddings=False),
+        "sharded": config(),
         "bias": config(attention_bias=True, mlp_bias=True),
         "bfloat16 checkpoint": config(),
         "float16 checkpoint": config(),

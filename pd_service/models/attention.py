@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kv_cache.cache_info import CacheEntry
+from pd_service.models.config import HeadsConfig
 from pd_service.models.layers import Linear, Place, RMSNorm, RotaryEmbedding
 from pd_service.ops.metadata import ForwardMetadata
 
@@ -30,6 +31,29 @@ class AttentionShape:
     o_bias: bool = False
     qk_norm_eps: float | None = None
     sliding_window: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        hf: HeadsConfig,
+        *,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        sliding_window: int | None = None,
+    ) -> AttentionShape:
+        """With the sizes of `hf` and the usual scale, 1 / sqrt(head_dim)."""
+        return cls(
+            hidden_size=hf.hidden_size,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=hf.num_kv_heads,
+            head_dim=hf.dim_per_head,
+            scale=hf.dim_per_head**-0.5,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm_eps=qk_norm_eps,
+            sliding_window=sliding_window,
+        )
 
 
 class GroupedQueryAttention(nn.Module):

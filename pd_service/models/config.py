@@ -24,6 +24,10 @@ MODEL_REGISTRY = {  # architecture: the module that defines the class of that na
     "Gemma3ForCausalLM": "pd_service.models.gemma3",
     "Gemma3ForConditionalGeneration": "pd_service.models.gemma3",
     "LlamaForCausalLM": "pd_service.models.llama",
+    "MistralForCausalLM": "pd_service.models.mistral",
+    "Qwen2ForCausalLM": "pd_service.models.qwen2",
+    "Qwen3ForCausalLM": "pd_service.models.qwen3",
+    "Qwen3MoeForCausalLM": "pd_service.models.qwen3_moe",
 }
 
 Count = Annotated[int, Field(ge=1)]
@@ -144,6 +148,10 @@ class LayerTypesConfig(HeadsConfig):
             return self.layer_types
         numbers = range(1, self.num_hidden_layers + 1)
         return ["sliding_attention" if n % self.full_attention_period else "full_attention" for n in numbers]
+
+    def window_of(self, layer: int) -> int | None:
+        """What the layer sees, in tokens; None: all."""
+        return self.sliding_window if self.type_of_layers()[layer] == "sliding_attention" else None
 
     @model_validator(mode="after")
     def _type_every_layer(self) -> LayerTypesConfig:

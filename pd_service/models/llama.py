@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from pd_service.models.attention import AttentionShape, GroupedQueryAttention
 from pd_service.models.base import CausalLM, Decoder
-from pd_service.models.config import Count, HeadsConfig, ModelConfig
+from pd_service.models.config import Count, HeadsConfig, HfConfig, ModelConfig
 from pd_service.models.layers import GatedMLP, Place, RMSNorm, RotaryEmbedding
 from pd_service.ops.metadata import ForwardMetadata
 
 
-class LlamaConfig(HeadsConfig):
+class PreNormConfig(HfConfig):
+    """What `PreNormLM` needs of a family's configuration."""
+
     intermediate_size: Count
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: float = 1e-6
-    attention_bias: bool = False
-    mlp_bias: bool = False
 
     def model_post_init(self, context: object) -> None:
         self.read_rope()  # refused here, at the first look at the model
@@ -28,7 +28,7 @@ class LlamaConfig(HeadsConfig):
 class PreNormLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, hf: LlamaConfig, self_attn: nn.Module, mlp: nn.Module, *, place: Place) -> None:
+    def __init__(self, hf: PreNormConfig, self_attn: nn.Module, mlp: nn.Module, *, place: Place) -> None:
         super().__init__()
         self.self_attn = self_attn
         self.mlp = mlp
@@ -42,30 +42,46 @@ class PreNormLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class LlamaForCausalLM(CausalLM):
+class PreNormLM(CausalLM):
+    """A model of `PreNormLayer`s that share one rotary embedding. A family states how its layers attend."""
+
+    def __init__(self, config: ModelConfig, *, place: Place, block_size: int) -> None:
+        hf = config.hf
+        assert isinstance(hf, HeadsConfig)
+        assert isinstance(hf, PreNormConfig)
+        rotary = RotaryEmbedding(hf.read_rope(), hf.dim_per_head, config.max_model_len, place=place)
+        layers = []
+        for layer in range(hf.num_hidden_layers):
+            attention = GroupedQueryAttention(self.make_shape(hf, layer), rotary, place=place)
+            layers.append(PreNormLayer(hf, attention, self.make_mlp(hf, layer, place=place), place=place))
+        norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
+        super().__init__(hf, Decoder(hf, layers, norm, place=place), place=place, block_size=block_size)
+
+    @classmethod
+    def make_shape(cls, hf: Any, layer: int) -> AttentionShape:
+        """How the layer of this number attends; `hf` is a `config_class`."""
+        raise NotImplementedError
+
+    @classmethod
+    def make_mlp(cls, hf: Any, layer: int, *, place: Place) -> nn.Module:
+        return GatedMLP(hf.hidden_size, hf.intermediate_size, place=place)
+
+
+class LlamaConfig(PreNormConfig, HeadsConfig):
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+class LlamaForCausalLM(PreNormLM):
     config_class: ClassVar = LlamaConfig
     family_name: ClassVar = "Llama"
     examples: ClassVar = ("Llama 2", "Llama 3.1", "SmolLM2")
     attention: ClassVar = "full"
 
-    def __init__(self, config: ModelConfig, *, place: Place, block_size: int) -> None:
-        hf = config.hf
-        assert isinstance(hf, LlamaConfig)
-        rotary = RotaryEmbedding(hf.read_rope(), hf.dim_per_head, config.max_model_len, place=place)
-        layers = [_layer(hf, rotary, place=place) for _ in range(hf.num_hidden_layers)]
-        norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
-        super().__init__(hf, Decoder(hf, layers, norm, place=place), place=place, block_size=block_size)
+    @classmethod
+    def make_shape(cls, hf: LlamaConfig, layer: int) -> AttentionShape:
+        return AttentionShape.of(hf, qkv_bias=hf.attention_bias, o_bias=hf.attention_bias)
 
-
-def _layer(hf: LlamaConfig, rotary: RotaryEmbedding, *, place: Place) -> PreNormLayer:
-    shape = AttentionShape(
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_kv_heads,
-        head_dim=hf.dim_per_head,
-        scale=hf.dim_per_head**-0.5,
-        qkv_bias=hf.attention_bias,
-        o_bias=hf.attention_bias,
-    )
-    mlp = GatedMLP(hf.hidden_size, hf.intermediate_size, bias=hf.mlp_bias, place=place)
-    return PreNormLayer(hf, GroupedQueryAttention(shape, rotary, place=place), mlp, place=place)
+    @classmethod
+    def make_mlp(cls, hf: LlamaConfig, layer: int, *, place: Place) -> nn.Module:
+        return GatedMLP(hf.hidden_size, hf.intermediate_size, bias=hf.mlp_bias, place=place)
