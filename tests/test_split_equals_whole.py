@@ -1,0 +1,117 @@
+"""Tokens through a prefill and a decode engine equal those of the model alone, whatever happens on the way.
+
+The model is `integer_model`: what it says depends on every byte of KV it may look at, and it refuses to look at what
+nobody has written. The expected tokens come from `integer_reference`, which has neither cache nor engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pd_service.engine.messages import Submit
+from pd_service.request import EngineSampling, RequestId
+from tests.integer_model import VARIANTS, Attention, integer_models
+from tests.integer_reference import GREEDY, continuation, right_guesses
+from tests.split_engines import Shape, Split, SteppedEngine, new_request
+
+PROMPT = tuple((i * i * 31 + 7 * i + 3) % 900 for i in range(37))  # ends inside a block of any size but 1
+OUTPUT = 20
+SEEDED = EngineSampling(temperature=1.0, seed=11)
+HIT_TOKENS = {"none": 0, "partial": 22, "full": len(PROMPT)}  # of the prompt, computed there before
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Attention, Path]]:
+    with integer_models(tmp_path_factory.mktemp("integer")) as dirs:
+        yield dirs
+
+
+@cache
+def expected(attention: Attention, prompt: tuple[int, ...], count: int, sampling: EngineSampling) -> list[int]:
+    return continuation(attention, prompt, count, sampling)
+
+
+@cache
+def foreseen(attention: Attention, token_ids: tuple[int, ...], sampling: EngineSampling) -> list[bool]:
+    return right_guesses(attention, token_ids, sampling)
+
+
+def warm(engine: SteppedEngine, num_tokens: int) -> None:
+    """Somebody else asks for the first `num_tokens` tokens of the prompt, then for something of their own."""
+    if num_tokens:
+        own = () if num_tokens == len(PROMPT) else tuple(range(900, 912))
+        engine.run(new_request("before", PROMPT[:num_tokens] + own, 4))
+
+
+def rival_prompt(block_size: int) -> tuple[int, ...]:
+    return tuple(range(901, 902 + max(0, block_size - 7)))
+
+
+def start_rival(engine: SteppedEngine, block_size: int) -> RequestId:
+    """A decode that is first in order and will soon need a block."""
+    rival = new_request("rival", rival_prompt(block_size), 40)
+    engine.step(Submit(rival))
+    engine.step_until(lambda: bool(engine.tokens[rival.request_id]))
+    return rival.request_id
+
+
+def num_hit(hit: str, block_size: int, num_tokens: int) -> int:
+    """Of `num_tokens` tokens, one of which has to be computed or received in any case."""
+    return min(HIT_TOKENS[hit], num_tokens - 1) // block_size * block_size
+
+
+def check_guesses(split: Split, request_id: RequestId, attention: Attention) -> None:
+    """Of the guesses the decode engine verified, those before the first wrong one have proved right, and no other.
+
+    So the draft layer's own cache, which no output depends on, is right as well, whatever engine wrote it.
+    """
+    is_foreseen = foreseen(attention, (*PROMPT, *split.output(request_id)), SEEDED)
+    position = len(PROMPT) + len(split.prefill.tokens[request_id])
+    for num_drafted, num_tokens in split.decode.verified[request_id]:
+        guesses = [*is_foreseen[position : position + num_drafted], False]
+        assert num_tokens - 1 == guesses.index(False)
+        position += num_tokens
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("is_preempted", [False, True], ids=["undisturbed", "preempted"])
+@pytest.mark.parametrize("hit", HIT_TOKENS)
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_split_request_gets_the_models_own_tokens(
+    model_dirs: dict[Attention, Path],
+    attention: Attention,
+    block_size: int,
+    chunk: int,
+    hit: str,
+    is_preempted: bool,
+    num_drafts: int,
+) -> None:
+    shape = Shape(block_size=block_size, chunk=chunk, num_drafts=num_drafts)
+    split = Split(model_dirs[attention], shape, shape)
+    for engine in (split.prefill, split.decode):
+        warm(engine, HIT_TOKENS[hit])
+    rival = start_rival(split.decode, block_size) if is_preempted else None
+    counters = split.prefill.core.scheduler.counters, split.decode.core.scheduler.counters
+    cached_before = [c.cached_tokens for c in counters]
+
+    request = new_request("split", PROMPT, OUTPUT, SEEDED)
+    split.hand_over(request)
+    cached = [c.cached_tokens - before for c, before in zip(counters, cached_before, strict=True)]
+    assert cached == [num_hit(hit, block_size, len(PROMPT)), num_hit(hit, block_size, len(PROMPT) + 1)]
+    if rival:
+        split.decode.preempt(request.request_id)
+    split.decode.step_until(lambda: request.request_id in split.decode.finish)
+    assert split.output(request.request_id) == expected(attention, PROMPT, OUTPUT, SEEDED)
+    if hit == "none":
+        check_guesses(split, request.request_id, attention)
+
+    if rival:
+        split.decode.step_until(lambda: rival in split.decode.finish)
+        assert split.decode.tokens[rival] == expected(attention, rival_prompt(block_size), 40, GREEDY)
+    assert split.is_empty
