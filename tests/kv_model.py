@@ -4,7 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kv_cache import CacheEntry, KVCacheManager, LayerCacheInfo, ModelCacheInfo, create_single_type_managers
+from kv_cache import (
+    CacheEntry,
+    KVCacheManager,
+    LayerCacheInfo,
+    ModelCacheInfo,
+    PrefixCache,
+    create_single_type_managers,
+)
 
 
 def new_entry(attn_type: str, window: int = 8, **changes: object) -> CacheEntry:
@@ -45,8 +52,9 @@ def new_kv(
     window: int = 8,
     max_model_len: int = 64,
     max_step_tokens: int | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> KVCacheManager:
     """A manager of the given types, in their order."""
     info = new_info(list(block_nums), block_size, window)
     managers = create_single_type_managers(info, block_nums, max_model_len)
-    return KVCacheManager(managers, info, max_model_len, max_step_tokens=max_step_tokens)
+    return KVCacheManager(managers, info, max_model_len, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from kv_cache import KVCacheManager
+from kv_cache import KVCacheManager, PrefixCache
+from pd_service.config import SpeculativeSettings
 from pd_service.engine.messages import StepOutput
 from pd_service.engine.request_state import PullStats, token_digest
 from pd_service.engine.scheduler import Scheduler
@@ -38,9 +39,12 @@ def new_request(
     prefill_only: bool = False,
     with_ticket: bool = False,
     stop: frozenset[int] = frozenset(),
+    priority: int = 0,
+    prompt: str = "",
+    salt: str = "",
 ) -> EngineRequest:
-    """Tokens that depend on the name, so that no two requests are alike."""
-    tokens = tuple(continuation([sum(name.encode())], num_tokens))
+    """Tokens that depend on the name, so that no two requests are alike, or on `prompt`."""
+    tokens = tuple(continuation([sum((prompt or name).encode())], num_tokens))
     ticket = Ticket(
         address="holder:1",
         incarnation="i",
@@ -55,6 +59,8 @@ def new_request(
         max_new_tokens=max_new_tokens,
         sampling=EngineSampling(stop_token_ids=stop),
         prefill_only=prefill_only,
+        priority=priority,
+        cache_salt=salt,
         ticket=ticket if with_ticket else None,
     )
 
@@ -73,14 +79,18 @@ class Driver:
         max_model_len: int = 128,
         attn_types: Sequence[str] = ("FullAttention",),
         window: int = 8,
+        max_preemptions: int = 2,
+        prefix_cache: bool = False,
+        num_drafts: int = 0,
     ) -> None:
-        """`num_blocks` usable ones per attention type."""
+        """`num_blocks` usable ones per attention type. `num_drafts` tokens are guessed by a draft layer, some right."""
         self.kv: KVCacheManager = new_kv(
             dict.fromkeys(attn_types, num_blocks + 1),
             block_size=block_size,
             window=window,
             max_model_len=max_model_len,
-            max_step_tokens=budget,
+            max_step_tokens=budget + max(0, num_drafts - 1),
+            prefix_cache=PrefixCache("") if prefix_cache else None,
         )
         limits = SchedulerLimits(
             max_model_len=max_model_len,
@@ -88,16 +98,18 @@ class Driver:
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
             max_waiting=max_waiting,
+            max_preemptions=max_preemptions,
         )
-        self.scheduler = Scheduler(self.kv, limits, block_size)
+        speculative = SpeculativeSettings(method="mtp", num_tokens=num_drafts) if num_drafts else None
+        self.scheduler = Scheduler(self.kv, limits, block_size, has_prefix_cache=prefix_cache, speculative=speculative)
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.pulls: list[str] = []
         self.held: list[str] = []
 
-    def add(self, request: EngineRequest) -> None:
-        self.scheduler.add(request, 0.0)
+    def add(self, request: EngineRequest, now: float = 0.0) -> None:
+        self.scheduler.add(request, now)
         self.collect()
 
     def arrive(self, name: str) -> None:
@@ -157,13 +169,16 @@ class Driver:
 
 
 def _result(scheduled: ScheduledRequest) -> StepResult:
-    """What the model says: the next token, and one more behind each guess that was right."""
+    """What the model says: the next token, and one more behind each guess that was right; then new guesses."""
     if not scheduled.is_sampled:
         return StepResult()
     token_ids, tokens = list(scheduled.state.token_ids), []
     for draft_id in (*scheduled.draft_ids, None):
-        tokens.append(SampledToken(next_token(token_ids)))
-        if tokens[-1].token_id != draft_id:
+        token_ids.append(next_token(token_ids))
+        tokens.append(SampledToken(token_ids[-1]))
+        if token_ids[-1] != draft_id:
             break
-        token_ids.append(draft_id)
-    return StepResult(tuple(tokens))
+    guesses = continuation(token_ids, scheduled.max_next_drafts)
+    if guesses and token_ids[-1] % 3 == 0:
+        guesses[token_ids[-1] % len(guesses)] += 1  # wrong
+    return StepResult(tuple(tokens), tuple(guesses))

@@ -1,6 +1,7 @@
 """Laws of the scheduler, on the real KV manager and a model that hashes its tokens."""
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -164,8 +165,8 @@ def test_preempted_after_hand_over_is_recomputed_here_and_never_pulled_again() -
     assert driver.is_empty
 
 
-def test_the_oldest_is_never_preempted() -> None:
-    driver = Driver(num_blocks=6, budget=8)
+def test_the_first_in_order_is_never_preempted_by_others_growth() -> None:
+    driver = Driver(num_blocks=6, budget=8, max_preemptions=100)
     for name in "abc":
         driver.add(new_request(name, 4, max_new_tokens=20))
     while "a" not in driver.finish:
@@ -174,6 +175,127 @@ def test_the_oldest_is_never_preempted() -> None:
         assert len(driver.tokens["a"]) == before + 1
     driver.run()
     assert set(driver.finish) == set("abc")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_nobody_is_preempted_more_often_than_allowed(most: int) -> None:
+    driver = Driver(num_blocks=12, budget=8, max_preemptions=most, max_waiting=20)
+    requests = [new_request(f"r{i}", 3 + i, max_new_tokens=20) for i in range(10)]
+    for request in requests:
+        driver.add(request)
+    states = dict(driver.scheduler._requests)
+    driver.run()
+    counts = [states[request.request_id].preemptions for request in requests]
+    assert max(counts) == most  # the pool is small enough that everything allowed happens
+    assert driver.tokens == {r.request_id: continuation(r.token_ids, 20) for r in requests}
+    assert driver.is_empty
+
+
+def test_priority_moves_a_request_ahead_of_those_that_wait() -> None:
+    driver = Driver(num_blocks=64, max_num_seqs=1)
+    driver.add(new_request("running", 4))
+    driver.add(new_request("plain", 4))
+    driver.add(new_request("urgent", 4, priority=-1))
+    driver.add(new_request("patient", 4, priority=1))
+    driver.run()
+    assert list(driver.finish) == ["running", "urgent", "plain", "patient"]
+
+
+def test_waiting_long_enough_outweighs_any_priority() -> None:
+    driver = Driver(num_blocks=64, max_num_seqs=1)
+    driver.add(new_request("running", 4))
+    driver.add(new_request("patient", 4, priority=100), now=0.0)
+    driver.add(new_request("urgent", 4, priority=-100), now=2001.0)  # 10 s for each of 200 levels
+    driver.run()
+    assert list(driver.finish) == ["running", "patient", "urgent"]
+
+
+def test_a_prompt_in_chunks_never_keeps_a_decode_from_its_token() -> None:
+    driver = Driver(num_blocks=64, budget=8)
+    driver.add(new_request("decode", 4, max_new_tokens=30))
+    driver.step()
+    driver.add(new_request("long", 100))
+    for _ in range(15):
+        batch = driver.begin()
+        assert {s.state.request_id: s.num_tokens for s in batch} == {"decode": 1, "long": min(7, batch[-1].num_tokens)}
+        driver.end(batch)
+
+
+def test_guesses_leave_half_of_the_spare_budget_to_prompts() -> None:
+    driver = Driver(num_blocks=64, budget=9, num_drafts=8)
+    driver.add(new_request("decode", 4, max_new_tokens=40))
+    driver.step()
+    driver.add(new_request("long", 100))
+    batch = driver.begin()
+    by_name = {s.state.request_id: s for s in batch}
+    assert len(by_name["decode"].draft_ids) == 4
+    assert by_name["long"].num_tokens == 4
+    driver.end(batch)
+
+
+def test_right_guesses_save_steps_and_wrong_ones_change_nothing() -> None:
+    plain, guessing = Driver(), Driver(num_drafts=3)
+    for driver in (plain, guessing):
+        driver.add(new_request("a", 5, max_new_tokens=40))
+        driver.run()
+    assert guessing.tokens == plain.tokens
+    assert guessing.scheduler.counters.steps < 0.6 * plain.scheduler.counters.steps
+    counters = guessing.scheduler.counters
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
+    assert guessing.is_empty
+
+
+def test_a_known_prompt_starts_behind_what_is_cached() -> None:
+    driver = Driver(prefix_cache=True)
+    for name in "ab":
+        driver.add(new_request(name, 11, prompt="same"))
+        driver.run()
+    assert driver.tokens["a"] == driver.tokens["b"]
+    assert driver.scheduler.counters.cached_tokens == 8
+    assert driver.scheduler.counters.computed_tokens == 2 * (11 + 3) - 8
+
+
+@pytest.mark.parametrize("differs", ["salt", "prompt log probabilities"])
+def test_what_must_not_be_shared_is_computed_again(differs: str) -> None:
+    driver = Driver(prefix_cache=True)
+    first = new_request("a", 11, prompt="same")
+    second = new_request("b", 11, prompt="same", salt="other" if differs == "salt" else "")
+    if differs != "salt":
+        second = replace(second, sampling=replace(second.sampling, prompt_logprobs=0))
+    for request in (first, second):
+        driver.add(request)
+        driver.run()
+    assert driver.scheduler.counters.cached_tokens == 0
+    assert driver.tokens["a"] == driver.tokens["b"]
+
+
+def test_a_pull_leaves_out_what_is_cached_here() -> None:
+    driver = Driver(prefix_cache=True)
+    driver.add(new_request("a", 11, prompt="same"))
+    driver.run()
+    driver.scheduler.add(new_request("b", 11, prompt="same", with_ticket=True), 0.0)
+    output = driver.scheduler.take_output()
+    assert output is not None
+    assert [order.first_token for order in output.pulls] == [8]
+    assert len(output.pulls[0].tables["FullAttention"]) == 3
+    driver.pulls.append("b")
+    driver.arrive("b")
+    driver.run()
+    assert driver.tokens["b"] == driver.tokens["a"]
+    assert driver.scheduler.counters.received_tokens == 2
+
+
+def test_shared_blocks_are_counted_once_at_admission() -> None:
+    """8 requests of 12 tokens that share 8 of them need 2 + 8 blocks, where 8 x 3 would not fit."""
+    driver = Driver(num_blocks=20, prefix_cache=True, budget=64)
+    driver.add(new_request("first", 12, prompt="same", max_new_tokens=30))
+    driver.step()
+    for i in range(7):
+        driver.add(new_request(f"r{i}", 12, prompt="same", max_new_tokens=2))
+    assert driver.scheduler.load().waiting == 0
+    driver.run()
+    assert len(driver.finish) == 8
+    assert driver.is_empty
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -269,24 +391,35 @@ class SchedulerLaws(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(num_blocks=9, budget=6, max_num_seqs=4, max_waiting=3, attn_types=self.attn_types)
+        self.driver = Driver(
+            num_blocks=9, budget=6, max_num_seqs=4, max_waiting=3, attn_types=self.attn_types, **self.options
+        )
         self.requests: dict[str, object] = {}
         self.cancelled: set[str] = set()
         self.batch: list[object] = []
         self.count = 0
 
     attn_types = ("FullAttention", "SlidingWindow")
+    options: ClassVar[dict[str, Any]] = {}
 
     @rule(
         num_tokens=st.integers(1, 20),
         max_new=st.integers(1, 12),
         kind=st.sampled_from(["whole", "prefill", "ticket"]),
+        prompt=st.sampled_from(["", "one", "two"]),
+        priority=st.integers(-1, 1),
     )
-    def add(self, num_tokens: int, max_new: int, kind: str) -> None:
+    def add(self, num_tokens: int, max_new: int, kind: str, prompt: str, priority: int) -> None:
         name = f"r{self.count}"
         self.count += 1
         request = new_request(
-            name, num_tokens, max_new, prefill_only=kind == "prefill", with_ticket=kind == "ticket" and num_tokens > 1
+            name,
+            num_tokens,
+            max_new,
+            prefill_only=kind == "prefill",
+            with_ticket=kind == "ticket" and num_tokens > 1,
+            prompt=prompt,
+            priority=priority,
         )
         self.requests[name] = request
         self.driver.add(request)
@@ -352,8 +485,19 @@ class SchedulerLaws(RuleBasedStateMachine):
         assert done == set(self.requests)
 
 
+class CachingSchedulerLaws(SchedulerLaws):
+    options: ClassVar[dict[str, Any]] = {"prefix_cache": True, "max_preemptions": 1}
+
+
+class GuessingSchedulerLaws(SchedulerLaws):
+    options: ClassVar[dict[str, Any]] = {"prefix_cache": True, "num_drafts": 3}
+
+
 TestSchedulerLaws = SchedulerLaws.TestCase
-TestSchedulerLaws.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCachingSchedulerLaws = CachingSchedulerLaws.TestCase
+TestGuessingSchedulerLaws = GuessingSchedulerLaws.TestCase
+for case in (TestSchedulerLaws, TestCachingSchedulerLaws, TestGuessingSchedulerLaws):
+    case.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 def test_the_model_of_these_tests_depends_on_every_token() -> None:
