@@ -66,6 +66,8 @@ class Ops(Protocol):
 
     def gelu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def clipped_swiglu(self, x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor: ...
+
     def write_kv(
         self,
         key: torch.Tensor,
@@ -84,6 +86,7 @@ class Ops(Protocol):
         attn_type: str,
         scale: float,
         sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
     def latent_attention(

@@ -64,6 +64,15 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def clipped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """`x` [tokens, 2 * dim] holds gate and up in turns: gate * sigmoid(alpha * gate) * (up + 1), [tokens, dim].
+
+    Both are cut at `limit`, up at -`limit` as well (gpt-oss model card, arXiv 2508.10925).
+    """
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1.0))
+
+
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,11 +97,13 @@ def paged_attention(
     attn_type: str,
     scale: float,
     sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of `query` [tokens, heads, dim] over the caches [blocks, block_size, kv_heads, dim].
 
     The last query of each request stands at position kv_len - 1. With `sliding_window` W (the current token counts)
     position p sees p-W+1..p; what lies wholly before the first query's window is not read, so its blocks may be null.
+    `sinks` [heads] are scores of one more key each, which everyone sees and whose value is nothing (arXiv 2309.17453).
     The new tokens' keys and values must be in the cache already. Returns [tokens, heads, dim].
     """
     num_kv_heads = k_cache.shape[2]
@@ -103,16 +114,41 @@ def paged_attention(
         if read.query_len == 1:
             # The heads of a group ask the same keys, so they are that many queries of one head: nothing is repeated.
             grouped = (1, num_kv_heads, -1, query.shape[-1])
-            answer = F.scaled_dot_product_attention(query[read.start].view(grouped), key, value, scale=scale)
+            answer = _attend(query[read.start].view(grouped), key, value, scale, sinks)
             out[read.start].view(grouped).copy_(answer)
         else:
             stop = read.start + read.query_len
             chunk = query[read.start : stop].transpose(0, 1).unsqueeze(0)  # [1, heads, query_len, dim]
-            answer = F.scaled_dot_product_attention(
-                chunk, key, value, attn_mask=read.mask, is_causal=read.mask is None, scale=scale, enable_gqa=True
-            )
+            answer = _attend(chunk, key, value, scale, sinks, mask=read.mask, is_causal=read.mask is None)
             out[read.start : stop] = answer[0].transpose(0, 1)
     return out
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """[1, heads, rows, dim] for `query` of that shape; `key` and `value` are [1, kv_heads, length, dim].
+
+    A sink's share of the softmax follows from the logarithm of the sum of all others, which the fused operator returns
+    as well. `sinks` holds one per head and row, or one per head.
+    """
+    if sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+    bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    answer, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=is_causal, attn_mask=bias, scale=scale
+    )
+    shares = torch.sigmoid(log_sums - sinks.view(1, query.shape[1], -1))  # of what is not the sink
+    return cast(torch.Tensor, answer * shares.unsqueeze(-1))
 
 
 SCORES_AT_ONCE = 2**20  # bounds what `latent_attention` holds beside its result: 4 MB of float32, twice
