@@ -47,7 +47,7 @@ def encode_chat(tokenizer: Tokenizer, content: str = "ab") -> list[int]:
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_every_text_comes_back(tokenizers: dict[str, Tokenizer], family: str, text: str) -> None:
     tokenizer = tokenizers[family]
-    added = " " if text and family == "llama2" else ""  # before each text, by its definition
+    added = " " if family == "llama2" and text and text[0] != " " else ""  # before each text, by its definition
     assert tokenizer.decode(encode(tokenizer, text)) == added + text
 
 

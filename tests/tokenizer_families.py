@@ -7,6 +7,7 @@ text and must not be split. `▁` stands for a space where bytes are not spelled
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,14 @@ FAMILIES: dict[str, Callable[[], Backend]] = {
     "metaspace": _metaspace,
 }
 
+# As the families' directories name them; transformers builds some of them anew from vocabulary and merges.
+CLASSES = {
+    "byte_level": "Qwen2Tokenizer",
+    "llama2": "LlamaTokenizer",
+    "gemma": "GemmaTokenizer",
+    "metaspace": "PreTrainedTokenizerFast",
+}
+
 
 def family_tokenizer(
     family: str, directory: Path, *, begins_with: str = BEGIN, template: str | dict[str, str] | None = None
@@ -91,6 +100,8 @@ def family_tokenizer(
     wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BEGIN, eos_token=END)
     wrapped.chat_template = template
     wrapped.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": CLASSES[family]}))
     return Tokenizer(directory)
 
 
