@@ -37,6 +37,20 @@ def test_a_ranking_has_every_engine_once_and_does_not_depend_on_the_order_given(
         assert rank(shuffled) == ranked
 
 
+@given(SNAPSHOTS, st.integers(0, 5))
+def test_the_preferred_engine_moves_ahead_and_the_others_keep_their_order(snapshots, which) -> None:
+    """Ahead of all for a prefill; for a decode ahead of those with as many waiting requests."""
+    preferred = snapshots[which].engine_id if which < len(snapshots) else "gone"
+    for rank in (rank_prefill, rank_decode):
+        plain, moved = rank(snapshots), rank(snapshots, preferred)
+        assert [c for c in moved if c.engine_id != preferred] == [c for c in plain if c.engine_id != preferred]
+        ahead = [c.engine_id for c in moved].index(preferred) if preferred != "gone" else 0
+        if rank is rank_prefill:
+            assert ahead == 0
+        else:
+            assert all(c.load.waiting < moved[ahead].load.waiting for c in moved[:ahead])
+
+
 def first(rank, *snapshots: Snapshot) -> str:
     return rank(snapshots)[0].engine_id
 
