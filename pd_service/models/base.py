@@ -71,13 +71,20 @@ class CausalLM(nn.Module):
         if hf.tie_word_embeddings:
             self.lm_head.weight = model.embed_tokens.weight
 
-    @classmethod
-    def name_here(cls, name: str) -> str:
+    def name_here(self, name: str) -> str:
         """The attribute path of the checkpoint tensor `name`."""
-        for prefix, ours in cls.renamed_prefixes.items():
+        for prefix, ours in self.renamed_prefixes.items():
             if name.startswith(prefix):
                 return ours + name.removeprefix(prefix)
         return name
+
+    def copies(self) -> dict[str, str]:
+        """Tensors that a checkpoint may hold a second time and the model does not: theirs and the original's paths."""
+        return {}
+
+    def describe_missing(self, paths: list[str]) -> str:
+        """What is said of a checkpoint without the tensors of these attribute paths."""
+        return f"the checkpoint lacks {len(paths)} tensors: {', '.join(paths[:5])}"
 
     @classmethod
     def is_ignored(cls, name: str, hf: HfConfig) -> bool:

@@ -21,8 +21,11 @@ from pd_service.errors import ConfigError
 from pd_service.models.rope import RopeConfig
 
 MODEL_REGISTRY = {  # architecture: the module that defines the class of that name
+    "DeepseekV2ForCausalLM": "pd_service.models.deepseek",
+    "DeepseekV3ForCausalLM": "pd_service.models.deepseek",
     "Gemma3ForCausalLM": "pd_service.models.gemma3",
     "Gemma3ForConditionalGeneration": "pd_service.models.gemma3",
+    "GptOssForCausalLM": "pd_service.models.gpt_oss",
     "LlamaForCausalLM": "pd_service.models.llama",
     "MistralForCausalLM": "pd_service.models.mistral",
     "Qwen2ForCausalLM": "pd_service.models.qwen2",

@@ -79,8 +79,12 @@ def _fill(
 ) -> None:
     destinations = _destinations(model)
     seen: dict[str, Path] = {}
+    copies, to_compare = model.copies(), []
     for file, name, tensor in tensors:
         path = model.name_here(name)
+        if path in copies:  # perhaps ahead of its original
+            to_compare.append((file, name, tensor, copies[path]))
+            continue
         if path not in destinations and model.is_ignored(path, config.hf):
             continue
         if path in seen:
@@ -91,7 +95,10 @@ def _fill(
         seen[path] = file
         progress(len(seen) / len(destinations))
     if missing := destinations.keys() - seen.keys():
-        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(sorted(missing)[:5])}")
+        raise ConfigError(model.describe_missing(sorted(missing)))
+    for file, name, tensor, original in to_compare:
+        if not torch.equal(tensor.to(destinations[original]), destinations[original]):
+            raise ConfigError(f"{file}: tensor {name!r} is no copy of {original!r}, as it should be")
 
 
 def _destinations(model: CausalLM) -> dict[str, torch.Tensor]:

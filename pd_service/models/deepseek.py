@@ -1,0 +1,321 @@
+"""DeepSeek V2 and V3 (R1 too): latent attention, a few dense layers, then experts; V3 can draft.
+
+What V2 and V3 differ in is how a token finds its experts, and their defaults.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeInt, model_validator
+from torch import nn
+
+from pd_service.models.base import CausalLM, Decoder, DraftingLM, HasCaches
+from pd_service.models.config import Count, HfConfig, ModelConfig
+from pd_service.models.deepseek_routing import BiasedSigmoidRouter, Router, Routing, SoftmaxRouter
+from pd_service.models.latent_attention import LatentAttention, LatentShape
+from pd_service.models.layers import GatedMLP, Linear, Place, RMSNorm, RotaryEmbedding
+from pd_service.models.llama import PreNormLayer
+from pd_service.models.moe import Experts
+from pd_service.ops.metadata import ForwardMetadata
+
+
+class DeepseekConfig(HfConfig):
+    """Keys that mean the same in V2 and V3."""
+
+    router_class: ClassVar[type[Router]]
+
+    intermediate_size: Count
+    moe_intermediate_size: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count | None = None
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    q_lora_rank: Count | None = 1536
+    kv_lora_rank: Count = 512
+    qk_nope_head_dim: Count = 128
+    qk_rope_head_dim: Count = 64
+    v_head_dim: Count = 128
+    moe_layer_freq: Literal[1] = 1
+    num_experts_per_tok: Count
+    n_routed_experts: Count
+    n_shared_experts: Count
+    first_k_dense_replace: NonNegativeInt
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the checkpoint's rotated planes are neighbours."""
+        return True
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return False
+
+    @property
+    def routing(self) -> Routing:
+        raise NotImplementedError
+
+    def model_post_init(self, context: object) -> None:
+        self.read_rope()  # refused here, at the first look at the model
+
+    @model_validator(mode="after")
+    def _fit_heads(self) -> DeepseekConfig:
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            raise ValueError(
+                f"num_key_value_heads ({self.num_key_value_heads}) must be num_attention_heads "
+                f"({self.num_attention_heads}): in latent attention no heads share a key"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even for rotary embeddings, it is {self.qk_rope_head_dim}")
+        if refusal := self.routing.refusal(self.router_class.least_per_group):
+            raise ValueError(refusal)
+        return self
+
+
+class DeepseekV2Config(DeepseekConfig):
+    router_class: ClassVar = SoftmaxRouter
+
+    vocab_size: Count = 102_400
+    hidden_size: Count = 4096
+    num_hidden_layers: Count = 32
+    intermediate_size: Count = 11_008
+    moe_intermediate_size: Count = 1407
+    num_attention_heads: Count = 32
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    mlp_bias: bool = False
+    n_routed_experts: Count = 64
+    n_shared_experts: Count = 2
+    first_k_dense_replace: NonNegativeInt = 0
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    scoring_func: Literal["softmax"] = "softmax"
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+    n_group: Count | None = None
+    topk_group: Count | None = None
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.mlp_bias
+
+    @property
+    def routing(self) -> Routing:
+        has_groups = self.topk_method == "group_limited_greedy"
+        if has_groups and None in (self.n_group, self.topk_group):
+            raise ValueError("topk_method 'group_limited_greedy' needs n_group and topk_group")
+        return Routing(
+            num_experts=self.n_routed_experts,
+            num_chosen=self.num_experts_per_tok,
+            num_groups=self.n_group if has_groups else 1,
+            num_groups_chosen=self.topk_group if has_groups else 1,
+            is_normalized=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
+
+    @model_validator(mode="after")
+    def _refuse_what_sources_disagree_about(self) -> DeepseekV2Config:
+        """Normalized weights are scaled in one published implementation and not in another."""
+        if self.norm_topk_prob and self.routed_scaling_factor != 1.0:
+            raise ValueError(
+                f"norm_topk_prob is supported with routed_scaling_factor 1.0 only, not {self.routed_scaling_factor}"
+            )
+        return self
+
+
+class DeepseekV3Config(DeepseekConfig):
+    router_class: ClassVar = BiasedSigmoidRouter
+
+    vocab_size: Count = 129_280
+    hidden_size: Count = 7168
+    num_hidden_layers: Count = 61
+    intermediate_size: Count = 18_432
+    moe_intermediate_size: Count = 2048
+    num_attention_heads: Count = 128
+    max_position_embeddings: Count = 4096
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 1
+    rope_interleave: bool = True
+    num_experts_per_tok: Count = 8
+    n_routed_experts: Count = 256
+    n_shared_experts: Count = 1
+    first_k_dense_replace: NonNegativeInt = 3
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    n_group: Count = 8
+    topk_group: Count = 4
+    num_nextn_predict_layers: NonNegativeInt = 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        return self.rope_interleave
+
+    @property
+    def num_draft_layers(self) -> int:
+        """The checkpoint may hold more, each for one position further on; only the first is used."""
+        return min(self.num_nextn_predict_layers, 1)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            num_experts=self.n_routed_experts,
+            num_chosen=self.num_experts_per_tok,
+            num_groups=self.n_group,
+            num_groups_chosen=self.topk_group,
+            is_normalized=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
+
+
+class DeepseekMoE(nn.Module):
+    """Every token's own experts, and those all tokens share."""
+
+    def __init__(self, hf: DeepseekConfig, *, place: Place) -> None:
+        super().__init__()
+        size = hf.moe_intermediate_size
+        self.gate = hf.router_class(hf.hidden_size, hf.routing, place=place)
+        self.experts = Experts(hf.n_routed_experts, hf.hidden_size, size, place=place)
+        self.shared_experts = GatedMLP(hf.hidden_size, size * hf.n_shared_experts, bias=hf.has_mlp_bias, place=place)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
+        chosen, shares = self.gate.route(x)
+        return self.experts(x, chosen, shares) + self.shared_experts(x)
+
+
+class DraftLayer(PreNormLayer):
+    """A layer more, that reads the hidden state of a position together with the token of the next one.
+
+    It predicts the token after that through the model's own embedding and head.
+    """
+
+    def __init__(self, hf: DeepseekConfig, self_attn: nn.Module, mlp: nn.Module, *, place: Place) -> None:
+        super().__init__(hf, self_attn, mlp, place=place)
+        self.enorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
+        self.hnorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
+        self.eh_proj = Linear(2 * hf.hidden_size, hf.hidden_size, place=place)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)})
+
+    def forward(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata
+    ) -> torch.Tensor:  # both [tokens, hidden] -> [tokens, hidden]
+        # In this order the released weights want them: not the one of the V3 report's formula 21.
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return self.shared_head["norm"](super().forward(x, positions, metadata))
+
+
+class DeepseekV2ForCausalLM(CausalLM):
+    config_class: ClassVar = DeepseekV2Config
+    family_name: ClassVar = "DeepSeek V2"
+    examples: ClassVar = ("DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V2.5", "DeepSeek-Coder-V2")
+    attention: ClassVar = "full, multi-head latent"
+
+    def __init__(self, config: ModelConfig, *, place: Place, block_size: int) -> None:
+        hf = config.hf
+        assert isinstance(hf, DeepseekV2Config)
+        rotary = _rotary(config, hf, place=place)
+        super().__init__(hf, _decoder(hf, rotary, place=place), place=place, block_size=block_size)
+
+
+class DeepseekV3ForCausalLM(DraftingLM):
+    """The hidden states of the draft layer have passed its own norm, as those of the model have passed the model's."""
+
+    config_class: ClassVar = DeepseekV3Config
+    family_name: ClassVar = "DeepSeek V3"
+    examples: ClassVar = ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1", "Moonlight-16B-A3B")
+    attention: ClassVar = "full, multi-head latent"
+
+    def __init__(self, config: ModelConfig, *, place: Place, block_size: int, with_draft: bool = False) -> None:
+        hf = config.hf
+        assert isinstance(hf, DeepseekV3Config)
+        rotary = _rotary(config, hf, place=place)
+        super().__init__(hf, _decoder(hf, rotary, place=place), place=place, block_size=block_size)
+        self.draft_path = f"model.layers.{hf.num_hidden_layers}."  # in the checkpoint
+        parts = _parts(hf, hf.num_hidden_layers, rotary, place=place) if with_draft else None
+        self.draft_layer = DraftLayer(hf, *parts, place=place) if parts else None
+
+    def name_here(self, name: str) -> str:
+        if self.draft_layer is None or not name.startswith(self.draft_path):
+            return name
+        return "draft_layer." + name.removeprefix(self.draft_path)
+
+    @classmethod
+    def is_ignored(cls, name: str, hf: HfConfig) -> bool:
+        assert isinstance(hf, DeepseekV3Config)
+        ends = (hf.num_hidden_layers + i for i in range(hf.num_nextn_predict_layers))
+        return super().is_ignored(name, hf) or name.startswith(tuple(f"model.layers.{i}." for i in ends))
+
+    def copies(self) -> dict[str, str]:
+        # The released weights repeat the embedding and the head that the draft layer shares with the model.
+        if self.draft_layer is None:
+            return {}
+        embedding = "model.embed_tokens.weight"
+        is_tied = self.lm_head.weight is self.model.embed_tokens.weight
+        return {
+            "draft_layer.embed_tokens.weight": embedding,
+            "draft_layer.shared_head.head.weight": embedding if is_tied else "lm_head.weight",
+        }
+
+    def describe_missing(self, paths: list[str]) -> str:
+        if not all(path.startswith("draft_layer.") for path in paths):
+            return super().describe_missing(paths)
+        return (
+            f"the checkpoint has no complete layer for multi-token prediction: {len(paths)} tensors are missing of "
+            f"{self.draft_path}*; use it without, or with another method of speculation"
+        )
+
+    def attentions(self) -> list[HasCaches]:
+        own = super().attentions()
+        return own if self.draft_layer is None else [*own, self.draft_layer.self_attn]
+
+    def draft(
+        self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata
+    ) -> torch.Tensor:
+        assert self.draft_layer is not None, "built without its draft layer"
+        return self.draft_layer(self.model.embed_tokens(next_ids), hidden, positions, metadata)
+
+    def compute_draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.compute_logits(hidden)
+
+
+def _rotary(config: ModelConfig, hf: DeepseekConfig, *, place: Place) -> RotaryEmbedding:
+    return RotaryEmbedding(hf.read_rope(), hf.qk_rope_head_dim, config.max_model_len, place=place)
+
+
+def _decoder(hf: DeepseekConfig, rotary: RotaryEmbedding, *, place: Place) -> Decoder:
+    layers = [PreNormLayer(hf, *_parts(hf, i, rotary, place=place), place=place) for i in range(hf.num_hidden_layers)]
+    return Decoder(hf, layers, RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place), place=place)
+
+
+def _parts(
+    hf: DeepseekConfig, layer_idx: int, rotary: RotaryEmbedding, *, place: Place
+) -> tuple[LatentAttention, nn.Module]:
+    """Attention and MLP of one layer; a draft layer counts on behind the model's own."""
+    attention = LatentAttention(_latent_shape(hf), rotary, place=place)
+    if layer_idx < hf.first_k_dense_replace:
+        return attention, GatedMLP(hf.hidden_size, hf.intermediate_size, bias=hf.has_mlp_bias, place=place)
+    return attention, DeepseekMoE(hf, place=place)
+
+
+def _latent_shape(hf: DeepseekConfig) -> LatentShape:
+    rope = hf.read_rope()
+    scale = (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** -0.5
+    # Both factors of a score grow with the context, also where nothing is rotated.
+    if rope.rope_type == "yarn" and rope.mscale_all_dim:
+        scale *= rope.yarn_mscale(rope.mscale_all_dim) ** 2
+    return LatentShape(
+        hidden_size=hf.hidden_size,
+        num_heads=hf.num_attention_heads,
+        query_rank=hf.q_lora_rank,
+        kv_rank=hf.kv_lora_rank,
+        nope_dim=hf.qk_nope_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        value_dim=hf.v_head_dim,
+        scale=scale,
+        bias=hf.attention_bias,
+        is_interleaved=hf.is_interleaved,
+    )
