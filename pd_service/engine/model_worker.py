@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,21 +14,21 @@ from kv_cache import (
     ModelCacheInfo,
     SharedStorage,
     allocate_cache_tensors,
-    calculate_block_num,
     calculate_cache_bytes,
-    validate_cache_info,
 )
 from pd_service.config import EngineConfig
 from pd_service.engine.batch import InputRow, make_batch
 from pd_service.engine.draft_layer import DraftLayer
+from pd_service.engine.memory_plan import GIB, plan_blocks, require_memory
 from pd_service.engine.sampler import SampleRow, prompt_logprobs, sample
 from pd_service.engine.speculation import accept
 from pd_service.engine.step import SampledToken, StepResult
-from pd_service.errors import ConfigError
 from pd_service.models.config import ModelConfig
 from pd_service.models.loader import load_model
 from pd_service.ops import get_ops
 from pd_service.request import EngineSampling, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 _JUDGED_AT_ONCE = 64
 
@@ -40,6 +41,8 @@ class ModelWorker:
         self._device = torch.device(config.device)
         torch.set_num_threads(config.threads)
         progress("loading weights")
+        self.memory_plan, self.available_bytes = require_memory(config)
+        logger.info("memory: %s; %.2f GiB are free", self.memory_plan.describe(), self.available_bytes / GIB)
         has_draft_layer = config.settings.speculative.method == "mtp"
         self.model_config: ModelConfig
         self.model: Any  # a module of pd_service.models; nn.Module knows neither its forward nor its cache info
@@ -55,7 +58,7 @@ class ModelWorker:
         self._draft_layer = DraftLayer(self.model, config.settings.block_size) if has_draft_layer else None
         progress("allocating KV cache")
         self.cache_info: ModelCacheInfo = self.model.get_cache_info()
-        self.block_nums = self._plan_blocks()
+        self.block_nums = plan_blocks(self.cache_info, config, self.max_model_len)
         self.storage, self.cache_tensors = self._allocate()
 
     @property
@@ -66,20 +69,6 @@ class ModelWorker:
     @property
     def max_model_len(self) -> int:
         return self.model_config.max_model_len
-
-    def _plan_blocks(self) -> Mapping[str, int]:
-        settings = self._config.settings
-        try:
-            validate_cache_info(self.cache_info)
-            return calculate_block_num(
-                self.cache_info,
-                max_concurrency=settings.max_num_seqs,
-                max_model_len=self.max_model_len,
-                max_step_tokens=settings.max_step_tokens,
-                available_bytes=int(self._config.kv_cache_bytes),
-            )
-        except ValueError as error:
-            raise ConfigError(f"KV cache: {error}") from error
 
     def _allocate(self) -> tuple[HeapStorage | SharedStorage, list[torch.Tensor]]:
         """Shared memory when a reader on this host may map it, ordinary memory otherwise."""

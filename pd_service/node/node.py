@@ -302,7 +302,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
     def _choices(self) -> list[pb.Choice]:
         config, worker = self._config, self._engine.worker
-        size = config.kv_cache_bytes.human_readable()
+        size, free = config.kv_cache_bytes.human_readable(), worker.available_bytes / 2**30
         blocks = ", ".join(
             f"{total} x {config.settings.block_size} tokens"
             for total in self._engine.kv_cache_manager.num_usable_blocks().values()
@@ -314,6 +314,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             pb.Choice(what="prefix cache", chosen="on" if config.settings.prefix_cache else "off", reason="configured"),
             pb.Choice(what="speculation", chosen=_guesses(config.settings.speculative), reason="configured"),
             pb.Choice(what="KV blocks", chosen=blocks, reason=f"kv_cache_bytes {size}"),
+            pb.Choice(what="memory", chosen=worker.memory_plan.describe(), reason=f"{free:.1f} GiB were free"),
         ]
         if config.role != "decode":
             refused = "; ".join(f"{name} not: {why}" for name, why in self._holder.refused_planes.items())
