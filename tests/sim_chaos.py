@@ -141,6 +141,7 @@ def draw_settings(rng: random.Random) -> SimSettings:
         max_num_seqs=max_num_seqs,
         max_waiting=rng.choice([0, 2, 8]),
         local_prefill_max_tokens=rng.choice([0, 0, 8]),
+        has_prefix_cache=rng.random() < 0.5,
         lease_s=rng.choice([0.3, 1.0]),
         step_s=(step_s / 5, step_s),
         block_copy_s=(0.0, rng.choice([0.001, 0.05, 0.2])),
@@ -148,12 +149,19 @@ def draw_settings(rng: random.Random) -> SimSettings:
     )
 
 
+def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
+    """Half of the prompts begin alike, for as many tokens as chance says."""
+    length = rng.randint(1, _MAX_TOKENS - 12)
+    num_alike = rng.choice([0, rng.randint(0, length)])
+    return (*range(num_alike), *(rng.randrange(VOCAB) for _ in range(length - num_alike)))
+
+
 def draw_plan(rng: random.Random, attn_types: tuple[str, ...], impatience: float) -> Plan:
     """`impatience` is the share of clients that do not wait for their answer to be complete."""
     max_new_tokens = rng.choice([1, 2, 3, 12, rng.randint(4, 12)])
     way_out = rng.choice(["cancel", "leave", "deadline"]) if rng.random() < impatience else ""
     return Plan(
-        prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, _MAX_TOKENS - 12))),
+        prompt=_draw_prompt(rng),
         max_new_tokens=max_new_tokens,
         attn_types=attn_types,
         stop_at=rng.choice([None, None, None, None, 0, rng.randrange(max_new_tokens)]),
@@ -205,6 +213,7 @@ async def course(seed: int, impatience: float, changes: dict[str, Any]) -> Count
             counts[client.result().how] += 1
             counts["retries"] += client.result().phases.retries
         for engine in cluster.engines.values():
+            counts["cached tokens"] += engine.scheduler.counters.cached_tokens
             counts["preemptions"] += engine.scheduler.counters.preemptions
             counts.update(f"lease {end}" for end in engine.holder.ends)
     return counts

@@ -55,6 +55,7 @@ class SimEngine:
             block_size=settings.block_size,
             max_model_len=settings.max_model_len,
             budget=settings.budget,
+            has_prefix_cache=settings.has_prefix_cache,
         )
         limits = SchedulerLimits(
             max_model_len=settings.max_model_len,
@@ -63,7 +64,7 @@ class SimEngine:
             max_num_seqs=settings.max_num_seqs,
             max_waiting=settings.max_waiting,
         )
-        self.scheduler = Scheduler(self.kv, limits, settings.block_size)
+        self.scheduler = Scheduler(self.kv, limits, settings.block_size, has_prefix_cache=settings.has_prefix_cache)
         self.load = self.scheduler.load()
         self.submissions: list[EngineRequest] = []
         self.holder = SimHolder(self, lambda request_id: self._put(ReleaseHeld(request_id)))

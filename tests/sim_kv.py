@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kv_cache import BlockPool, KVCacheManager
+from kv_cache import BlockPool, KVCacheManager, PrefixCache
+from kv_cache.prefix_cache import CachingBlockPool
 from tests.kv_model import new_kv
 
 VOCAB = 1000
@@ -29,6 +30,10 @@ class MarkedCache:
 
     def write_block(self, attn_type: str, block: int, markers: Sequence[int]) -> None:
         self._slots[attn_type][block * self.block_size : (block + 1) * self.block_size] = markers
+
+    def poison(self, attn_type: str, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.write_block(attn_type, block, [POISON] * self.block_size)
 
     def run(self, tables: Mapping[str, Sequence[int]], token_ids: Sequence[int], start: int) -> int:
         """Writes the markers of the tokens from position `start` on; returns the token that follows the last one."""
@@ -62,20 +67,52 @@ class _PoisoningPool(BlockPool):
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         super().free_blocks(blocks)
-        for block in blocks:
-            if block != self.null_block:
-                self._cache.write_block(self._attn_type, block, [POISON] * self.block_size)
+        self._cache.poison(self._attn_type, [block for block in blocks if block != self.null_block])
+
+
+class _PoisoningCachingPool(CachingBlockPool):
+    """Poison comes when a block is taken for other content, until then its content may be used again."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: PrefixCache, cache: MarkedCache, attn_type: str
+    ) -> None:
+        super().__init__(num_blocks, block_size, prefix_cache)
+        self._cache = cache
+        self._attn_type = attn_type
+
+    def get_new_blocks(self, n: int) -> list[int]:
+        blocks = super().get_new_blocks(n)
+        self._cache.poison(self._attn_type, blocks)
+        return blocks
 
 
 def new_cache(
-    attn_types: Sequence[str], num_blocks: int, *, block_size: int, max_model_len: int, budget: int
+    attn_types: Sequence[str],
+    num_blocks: int,
+    *,
+    block_size: int,
+    max_model_len: int,
+    budget: int,
+    has_prefix_cache: bool = False,
 ) -> tuple[KVCacheManager, MarkedCache]:
     """The real manager with `num_blocks` usable blocks per type, and the memory behind it."""
     block_nums = dict.fromkeys(attn_types, num_blocks + 1)
     cache = MarkedCache(block_nums, block_size)
-    kv = new_kv(block_nums, block_size=block_size, window=WINDOW, max_model_len=max_model_len, max_step_tokens=budget)
+    prefix_cache = PrefixCache("") if has_prefix_cache else None
+    kv = new_kv(
+        block_nums,
+        block_size=block_size,
+        window=WINDOW,
+        max_model_len=max_model_len,
+        max_step_tokens=budget,
+        prefix_cache=prefix_cache,
+    )
     for attn_type, manager in kv.managers.items():
-        manager.block_pool = _PoisoningPool(num_blocks + 1, block_size, cache, attn_type)
+        if prefix_cache is None:
+            manager.block_pool = _PoisoningPool(num_blocks + 1, block_size, cache, attn_type)
+        else:
+            pool = _PoisoningCachingPool(num_blocks + 1, block_size, prefix_cache, cache, attn_type)
+            manager.block_pool = kv._caching_pools[attn_type] = pool
     return kv, cache
 
 

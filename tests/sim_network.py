@@ -34,6 +34,7 @@ class SimSettings:
     max_num_seqs: int = 8
     max_waiting: int = 8
     local_prefill_max_tokens: int = 0
+    has_prefix_cache: bool = False
     lease_s: float = 1.0
     pull_timeout_s: float = 3.0
     engine_wait_s: float = 60.0
