@@ -30,7 +30,7 @@ from torch import nn
 from kv_cache.cache_info import CacheEntry
 from pd_service.models.base import DraftingLM
 from pd_service.models.config import MODEL_REGISTRY, Count, HfConfig, ModelConfig
-from pd_service.models.layers import Embedding, Place
+from pd_service.models.layers import Linear, Place
 from pd_service.ops.metadata import ForwardMetadata
 
 U64 = npt.NDArray[np.uint64]
@@ -39,7 +39,7 @@ ARCHITECTURE = "IntegerForCausalLM"
 POISON = -1  # all bits set, as in memory poisoned with 0xFF
 WINDOW = 6  # tokens, the current one included
 VOCAB = 997
-SALT = 7919  # stands for the weights
+SALTS = (7919, 6271)  # stand for the weights: of the embedding, and of the way from hidden states to tokens
 WEIGHTS = (3.0, 2.5, 2.0, 1.0)  # logits of the tokens that can be drawn, the most likely first
 UNLIKELY = -20.0  # logit of all others
 ACCEPTED = 0.6  # of the draft's predictions are right
@@ -200,6 +200,17 @@ class IntegerLayer:
         return passed, [cache.carry(marks) for cache, marks in zip(self.caches, seen, strict=True)]
 
 
+class Salt(Linear):
+    """A matrix of one integer."""
+
+    def __init__(self, *, place: Place) -> None:
+        super().__init__(1, 1, place=place)
+        self.value = 0
+
+    def finish_loading(self) -> None:
+        self.value = int(self.weight.item())
+
+
 class IntegerConfig(HfConfig):
     attention_variant: Attention
     num_nextn_predict_layers: Count = 1
@@ -225,7 +236,7 @@ class IntegerForCausalLM(DraftingLM):
         assert isinstance(hf, IntegerConfig)
         self.block_size = block_size
         self.vocab_size = hf.vocab_size
-        self.embed_tokens = Embedding(1, 1, place=place)
+        self.embed_tokens, self.lm_head = Salt(place=place), Salt(place=place)
         layers = [IntegerLayer(caches, i) for i, caches in enumerate(VARIANTS[hf.attention_variant])]
         self.layers, self.draft_layer = layers[:-1], layers[-1] if with_draft else None
 
@@ -258,8 +269,7 @@ class IntegerForCausalLM(DraftingLM):
         return self._logits(np.where(is_right, x, fold(key("wrong"), x)))
 
     def _embed(self, token_ids: torch.Tensor, positions: U64) -> U64:
-        salt = int(self.embed_tokens.weight.item())
-        return fold(key("embedding"), salt, token_ids.numpy(), positions)
+        return fold(key("embedding"), self.embed_tokens.value, token_ids.numpy(), positions)
 
     def _advance(self, hidden: U64, next_ids: torch.Tensor, positions: U64) -> tuple[U64, list[U64]]:
         x, carried, column = self._embed(next_ids, positions), [], 2
@@ -274,7 +284,9 @@ class IntegerForCausalLM(DraftingLM):
     def _logits(self, x: U64) -> torch.Tensor:
         """float32 [rows, vocab]: a few tokens that can be drawn, hashes of `x` [rows], and all others."""
         ranks = np.arange(len(WEIGHTS))
-        drawn = (fold(key("token"), x[:, None], ranks) % np.uint64(self.vocab_size)).astype(np.int64)
+        drawn = (fold(key("token"), self.lm_head.value, x[:, None], ranks) % np.uint64(self.vocab_size)).astype(
+            np.int64
+        )
         logits = np.full((len(x), self.vocab_size), UNLIKELY, np.float32)
         for rank in reversed(ranks):  # where two hashes name one token, the better rank counts
             logits[np.arange(len(x)), drawn[:, rank]] = WEIGHTS[rank]
@@ -289,7 +301,7 @@ def _hidden(x: U64, digest: U64, carried: Sequence[U64]) -> torch.Tensor:
     return torch.from_numpy(np.column_stack((x, digest, *carried)).view(np.int64))
 
 
-def save_integer_model(dir: Path, attention: Attention, *, salt: int = SALT, max_model_len: int = 160) -> Path:
+def save_integer_model(dir: Path, attention: Attention, salts: tuple[int, int] = SALTS) -> Path:
     """Writes the model as a Hugging Face directory and returns it."""
     dir.mkdir(parents=True)
     config = {
@@ -298,11 +310,13 @@ def save_integer_model(dir: Path, attention: Attention, *, salt: int = SALT, max
         "vocab_size": VOCAB,
         "hidden_size": 1,
         "num_hidden_layers": len(VARIANTS[attention]) - 1,
-        "max_position_embeddings": max_model_len,
+        "max_position_embeddings": 256,
         "attention_variant": attention,
     }
     (dir / "config.json").write_text(json.dumps(config))
-    save_file({"embed_tokens.weight": torch.full((1, 1), float(salt))}, dir / "model.safetensors")
+    names = ("embed_tokens.weight", "lm_head.weight")
+    tensors = {name: torch.full((1, 1), float(salt)) for name, salt in zip(names, salts, strict=True)}
+    save_file(tensors, dir / "model.safetensors")
     return dir
 
 

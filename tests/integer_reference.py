@@ -12,7 +12,7 @@ import torch
 
 from pd_service.engine.sampler import SampleRow, sample
 from pd_service.request import EngineSampling
-from tests.integer_model import ACCEPTED, SALT, UNLIKELY, VARIANTS, VOCAB, WEIGHTS, Attention, Cache, tag
+from tests.integer_model import ACCEPTED, SALTS, UNLIKELY, VARIANTS, VOCAB, WEIGHTS, Attention, Cache, tag
 
 MASK = 2**64 - 1
 GREEDY = EngineSampling()
@@ -38,16 +38,15 @@ def _mark(cache: Cache, layer: int, x: int, position: int) -> int:
 class Reference:
     """One text of the model; it grows token by token."""
 
-    def __init__(self, attention: Attention, *, salt: int = SALT) -> None:
+    def __init__(self, attention: Attention) -> None:
         *self._layers, self._draft_layer = [_LayerSums(caches, i) for i, caches in enumerate(VARIANTS[attention])]
-        self._salt = salt
         self._state = 0  # what the last layer passed on at the last token
         self._draft_digest = 0  # what the draft layer passed on at the token before it
         self.num_tokens = 0
 
     def feed(self, token: int) -> None:
         position = self.num_tokens
-        self._state = _fold(tag("embedding"), self._salt, token, position)
+        self._state = _fold(tag("embedding"), SALTS[0], token, position)
         for layer in self._layers:
             self._state = layer.feed(self._state, position)
         if position:
@@ -65,7 +64,7 @@ class Reference:
     def _choose(self, state: int, sampling: EngineSampling) -> int:
         logits = [UNLIKELY] * VOCAB
         for rank in reversed(range(len(WEIGHTS))):
-            logits[_fold(tag("token"), state, rank) % VOCAB] = WEIGHTS[rank]
+            logits[_fold(tag("token"), SALTS[1], state, rank) % VOCAB] = WEIGHTS[rank]
         row = SampleRow(sampling=sampling, position=self.num_tokens)
         return sample(torch.tensor([logits]), [row])[0].token_id
 
