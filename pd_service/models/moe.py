@@ -54,8 +54,10 @@ class Experts(nn.Module):
 
     def finish_loading(self) -> None:
         """Pack one stack of matrices after the other, so that no more than one is held twice."""
-        gate_up, self.gate_up_proj = self.ops.pack_experts(self.gate_up_proj), None
-        down, self.down_proj = self.ops.pack_experts(self.down_proj), None
+        gate_up = self.ops.pack_experts(self.gate_up_proj)
+        del self.gate_up_proj
+        down = self.ops.pack_experts(self.down_proj)
+        del self.down_proj
         self.weights = ExpertWeights(
             num_experts=self.num_experts,
             gate_up=gate_up,
