@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,6 +100,16 @@ def test_activations_follow_their_formulas(dtype: torch.dtype) -> None:
     expected = gate / (1 + (-1.7 * gate).exp()) * (up + 1)
     torch.testing.assert_close(ops.clipped_swiglu(x, alpha=1.7, limit=2.0).double(), expected, **tolerance)
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dim", [1, 7, 20, 48])
+def test_a_row_of_an_activation_does_not_depend_on_the_others(dim: int) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(40, 2 * dim) * 3
+    for activate in (ops.silu_and_mul, ops.gelu_and_mul, partial(ops.clipped_swiglu, alpha=1.702, limit=7.0)):
+        whole = activate(x)
+        for start, rows in ((0, 1), (5, 1), (3, 2), (7, 13)):
+            assert torch.equal(activate(x[start : start + rows].clone()), whole[start : start + rows])
 
 
 def test_a_norm_with_a_float32_weight_is_rounded_once() -> None:

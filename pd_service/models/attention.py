@@ -19,7 +19,8 @@ from pd_service.ops.metadata import ForwardMetadata
 class AttentionShape:
     """`scale` multiplies the scores. `sliding_window` in tokens, the current one included; None sees all.
 
-    `qk_norm_eps`: queries and keys are normalized per head before rotation.
+    `qk_norm_eps`: queries and keys are normalized per head before rotation. `has_sinks`: each head has a score that
+    takes part in its softmax and has no value.
     """
 
     hidden_size: int
@@ -31,6 +32,7 @@ class AttentionShape:
     o_bias: bool = False
     qk_norm_eps: float | None = None
     sliding_window: int | None = None
+    has_sinks: bool = False
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class AttentionShape:
         o_bias: bool = False,
         qk_norm_eps: float | None = None,
         sliding_window: int | None = None,
+        has_sinks: bool = False,
     ) -> AttentionShape:
         """With the sizes of `hf` and the usual scale, 1 / sqrt(head_dim)."""
         return cls(
@@ -53,6 +56,7 @@ class AttentionShape:
             o_bias=o_bias,
             qk_norm_eps=qk_norm_eps,
             sliding_window=sliding_window,
+            has_sinks=has_sinks,
         )
 
 
@@ -73,6 +77,7 @@ class GroupedQueryAttention(nn.Module):
         if shape.qk_norm_eps is not None:
             self.q_norm = self.norm_class(shape.head_dim, shape.qk_norm_eps, place=place)
             self.k_norm = self.norm_class(shape.head_dim, shape.qk_norm_eps, place=place)
+        self.sinks = place.empty(shape.num_heads) if shape.has_sinks else None
 
         self.attn_type = "FullAttention" if shape.sliding_window is None else "SlidingWindow"
         self.k_cache = torch.Tensor([])
@@ -103,6 +108,6 @@ class GroupedQueryAttention(nn.Module):
         q, k = self.ops.rotary(qk, cos, sin).split((shape.num_heads, shape.num_kv_heads), dim=1)
         self.ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
         o = self.ops.paged_attention(
-            q, self.k_cache, self.v_cache, metadata, self.attn_type, shape.scale, shape.sliding_window
+            q, self.k_cache, self.v_cache, metadata, self.attn_type, shape.scale, shape.sliding_window, self.sinks
         )
         return self.o_proj(o.flatten(1))

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from pd_service.ops import native
 from pd_service.ops.cpu_linear import experts as experts
 from pd_service.ops.cpu_linear import head_linear as head_linear
 from pd_service.ops.cpu_linear import linear as linear
@@ -37,6 +38,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     The result is rounded once, to the type of `x`; the weight may be float32 where `x` is not.
     """
+    if (normed := native.rms_norm(x, weight, eps)) is not None:
+        return normed
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
@@ -48,12 +51,16 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     `cos` and `sin` are [tokens, 1, dim], both halves alike except that the first half of `sin` is negated, so that
     swapping the halves of `x` is all that is left to do.
     """
+    if (rotated := native.rotary(x, cos, sin)) is not None:
+        return rotated
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, 2 * dim] holds gate and up side by side: silu(gate) * up, [tokens, dim]."""
+    if (activated := native.silu_and_mul(x)) is not None:
+        return activated
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -69,8 +76,10 @@ def clipped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
 
     Both are cut at `limit`, up at -`limit` as well (gpt-oss model card, arXiv 2508.10925).
     """
-    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
-    return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1.0))
+    # torch's exponential has other last bits at the end of a run of memory; the rows of `gate` lie apart, each is one.
+    gate, up = x.unflatten(1, (-1, 2)).mT.clone(memory_format=torch.contiguous_format).unbind(1)
+    scaled = gate.clamp_(max=limit).mul_(alpha)
+    return F.silu(scaled).mul_(up.clamp_(-limit, limit).add_(1.0)).div_(alpha)
 
 
 def write_kv(
@@ -84,6 +93,8 @@ def write_kv(
 
     `slot_mapping` [tokens] holds flat slots, `block id * block_size + offset`, each at most once.
     """
+    if native.write_kv(key, value, k_cache, v_cache, slot_mapping):
+        return
     slots = slot_mapping.long()
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, key)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, value)
@@ -106,6 +117,11 @@ def paged_attention(
     `sinks` [heads] are scores of one more key each, which everyone sees and whose value is nothing (arXiv 2309.17453).
     The new tokens' keys and values must be in the cache already. Returns [tokens, heads, dim].
     """
+    answers = native.paged_attention(
+        query, k_cache, v_cache, metadata, attn_type, scale, sliding_window=sliding_window, sinks=sinks
+    )
+    if answers is not None:
+        return answers
     num_kv_heads = k_cache.shape[2]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     k_slots, v_slots = _heads_first(k_cache), _heads_first(v_cache)
