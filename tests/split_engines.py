@@ -107,7 +107,7 @@ class SteppedEngine:
         for message in messages:
             self.core.handle(message, 0.0)
         batch = self.core.scheduler.schedule(0.0)
-        rows = self.core.build(batch)
+        rows = self.core.build_model_inputs(batch)
         for message in during:
             self.core.handle(message, 0.0)
         if batch:
@@ -233,7 +233,13 @@ class Split:
 
     def compute_prompt(self, request: EngineRequest) -> EngineRequest:
         """Up to the ticket: what the decode engine is asked for then. The blocks stay with the prefill engine."""
+        self.start_prompt(request)
+        return self.finish_prompt(request)
+
+    def start_prompt(self, request: EngineRequest) -> None:
         self.prefill.step(Submit(replace(request, prefill_only=True)))
+
+    def finish_prompt(self, request: EngineRequest) -> EngineRequest:
         self.prefill.step_until(lambda: request.request_id in self.prefill.finish)
         return self.with_ticket(request)
 
@@ -268,14 +274,20 @@ class Split:
 
     def hand_over(self, request: EngineRequest) -> None:
         """Prompt and pull; the request then runs on the decode engine."""
-        onward = self.compute_prompt(request)
+        self.accept(self.compute_prompt(request))
+
+    def accept(self, onward: EngineRequest) -> None:
+        """The decode engine gets a request with a ticket, and pulls."""
         self.decode.core.handle(Submit(onward), 0.0)
-        self.decode.step_until(lambda: request.request_id in self.decode.pulls)
-        self.pull(request.request_id)
+        self.decode.step_until(lambda: onward.request_id in self.decode.pulls)
+        self.pull(onward.request_id)
 
     def run(self, request: EngineRequest) -> list[int]:
         """The request's output, computed by both engines."""
         self.hand_over(request)
+        return self.finish(request)
+
+    def finish(self, request: EngineRequest) -> list[int]:
         self.decode.step_until(lambda: request.request_id in self.decode.finish)
         return self.output(request.request_id)
 

@@ -55,7 +55,7 @@ class NextStep:
 
     def __init__(self, engine: SteppedEngine) -> None:
         batch = [s for s in engine.core.scheduler.schedule(0.0) if s.state.request_id == NAME]
-        self._worker, self._rows = engine.core.worker, engine.core.build(batch)
+        self._worker, self._rows = engine.core.worker, engine.core.build_model_inputs(batch)
         self.position = self._rows[0].first
         self.tables = self._rows[0].block_ids
         self._hidden = torch.empty(0)

@@ -98,7 +98,7 @@ class ExecutionEngine:
             case ReleaseHeld(request_id):
                 self.scheduler.release_held(request_id)
 
-    def build(self, batch: Batch) -> list[InputRow]:
+    def build_model_inputs(self, batch: Batch) -> list[InputRow]:
         """What the model gets: a snapshot that stays right whatever happens to the requests meanwhile."""
         return [self._input_row(scheduled) for scheduled in batch]
 
@@ -128,7 +128,7 @@ class ExecutionEngine:
             self.handle(message, now)
         batch = self.scheduler.schedule(now)
         if batch:
-            self.scheduler.process_output(batch, self.worker.run(self.build(batch)), now)
+            self.scheduler.process_output(batch, self.worker.run(self.build_model_inputs(batch)), now)
         return self.scheduler.take_output()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class EngineLoop:
                     self._receive(self._inbox.get())
 
     def _run_step(self, batch: Batch, model_thread: ThreadPoolExecutor) -> None:
-        future = model_thread.submit(self._engine.worker.run, self._engine.build(batch))
+        future = model_thread.submit(self._engine.worker.run, self._engine.build_model_inputs(batch))
         future.add_done_callback(lambda f: self._inbox.put(_StepDone(f)))
         while not isinstance(message := self._inbox.get(), _StepDone):
             self._receive(message)

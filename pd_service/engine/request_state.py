@@ -20,9 +20,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from pd_service.engine.ngram import NgramIndex
-from pd_service.request import EngineRequest, RequestId, TokenLogprobs
+from pd_service.request import EngineRequest, EngineTimes, FinishReason, RequestId, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pd_service.engine.step import SampledToken
 
 
 class Status(Enum):
@@ -76,6 +80,36 @@ class RequestState:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - len(self.request.token_ids)
+
+    def append(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], FinishReason | None]:
+        """Takes the step's tokens up to the one that ends the request; a stop token is none of them."""
+        taken: list[SampledToken] = []
+        for token in tokens:
+            if token.token_id in self.request.sampling.stop_token_ids:
+                return taken, FinishReason.STOP
+            self.token_ids.append(token.token_id)
+            taken.append(token)
+            if not self.num_missing:
+                return taken, FinishReason.LENGTH
+        return taken, FinishReason.PREFILLED if taken and self.request.prefill_only else None
+
+    def times(self, now: float) -> EngineTimes:
+        """Where the time to this engine's first token of the request went."""
+        started = self.started_at if self.started_at is not None else now
+        compute_ms = (now - started) * 1e3
+        if self.pull is None:
+            queue_ms = (started - self.arrived_at) * 1e3
+            return EngineTimes(queue_ms=queue_ms, compute_ms=compute_ms, cached_tokens=self.cached_tokens)
+        return EngineTimes(
+            queue_ms=self.pull.queue_ms,
+            compute_ms=compute_ms,
+            received_ms=self.pull.received_ms,
+            wire_ms=self.pull.wire_ms,
+            confirm_ms=self.pull.confirm_ms,
+            kv_bytes=self.pull.kv_bytes,
+            plane=self.pull.plane,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

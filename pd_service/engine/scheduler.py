@@ -23,12 +23,13 @@ from kv_cache import KVCacheManager
 from pd_service.config import SpeculativeSettings
 from pd_service.engine.admission import Admission
 from pd_service.engine.messages import Hold, PullOrder, StepOutput
+from pd_service.engine.outbox import Outbox
 from pd_service.engine.request_check import check_request
 from pd_service.engine.request_state import PullStats, RequestState, Status, token_digest
 from pd_service.engine.speculation import DraftPlan, Speculation
-from pd_service.engine.step import Counters, SampledToken, ScheduledRequest, SchedulerLimits, StepResult
+from pd_service.engine.step import Counters, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, PdError, TransferFailed
-from pd_service.request import EngineRequest, EngineTimes, FinishReason, Load, RequestId, TokenEvent
+from pd_service.request import EngineRequest, FinishReason, Load, RequestId, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +64,8 @@ class Scheduler:
         self._num_receiving = 0
         self._num_added = 0
         self._in_flight: frozenset[RequestId] = frozenset()
-        self._events: list[TokenEvent] = []
-        self._pulls: list[PullOrder] = []
-        self._holds: dict[RequestId, Hold] = {}
         self.counters = Counters()
-        self._published_load = self.load()
+        self._outbox = Outbox(self.load())
 
     # ---- events from outside
 
@@ -78,7 +76,7 @@ class Scheduler:
             if request.request_id in self._requests:
                 raise InvalidRequest(f"request_id {request.request_id!r} is live on this engine", "request_id")
         except PdError as error:
-            self._events.append(TokenEvent(request_id=request.request_id, error=error))
+            self._outbox.events.append(TokenEvent(request_id=request.request_id, error=error))
             return
         self._num_added += 1
         state = RequestState(
@@ -156,11 +154,7 @@ class Scheduler:
         self._in_flight = frozenset()
         self.counters.steps += 1
         self._log_step(batch)
-        for scheduled, result in zip(batch, results, strict=True):
-            if scheduled.state.is_cancelled:
-                self._remove(scheduled.state)
-            else:
-                self._process_result(scheduled, result, now)
+        self._process_batch_output(batch, results, now)
         self._admit()
 
     def fail_step(self, batch: list[ScheduledRequest], error: Exception) -> None:
@@ -175,12 +169,7 @@ class Scheduler:
 
     def take_output(self) -> StepOutput | None:
         """Everything since the last call; None when nothing happened and the load is the same."""
-        load = self.load()
-        if not (self._events or self._pulls or self._holds) and load == self._published_load:
-            return None
-        output = StepOutput(events=self._events, pulls=self._pulls, holds=self._holds, load=load)
-        self._events, self._pulls, self._holds, self._published_load = [], [], {}, load
-        return output
+        return self._outbox.take(self.load())
 
     # ---- questions
 
@@ -233,7 +222,7 @@ class Scheduler:
         ticket = state.request.ticket
         assert ticket is not None
         tables = self._kv.get_block_ids(state.request_id)
-        self._pulls.append(
+        self._outbox.pulls.append(
             PullOrder(request_id=state.request_id, ticket=ticket, first_token=state.cached_tokens, tables=tables)
         )
 
@@ -340,6 +329,15 @@ class Scheduler:
 
     # ---- results of a step
 
+    def _process_batch_output(
+        self, batch: Sequence[ScheduledRequest], results: Sequence[StepResult], now: float
+    ) -> None:
+        for scheduled, result in zip(batch, results, strict=True):
+            if scheduled.state.is_cancelled:
+                self._remove(scheduled.state)
+            else:
+                self._process_result(scheduled, result, now)
+
     def _process_result(self, scheduled: ScheduledRequest, result: StepResult, now: float) -> None:
         """Everything a step computed for a request: its KV, then its tokens, then its end if that has come."""
         state = scheduled.state
@@ -350,18 +348,18 @@ class Scheduler:
         self.counters.accepted_tokens += num_right
         state.draft_ids = result.draft_ids
         state.prompt_logprobs += result.prompt_logprobs
-        tokens, finish = self._take_tokens(state, result)
+        tokens, finish = state.append(result.tokens)
         state.num_computed = min(state.num_computed + scheduled.num_tokens + num_right, len(state.token_ids))
         self._commit_content(state)
         if result.tokens:
-            self._events.append(
+            self._outbox.events.append(
                 TokenEvent(
                     request_id=state.request_id,
                     token_ids=tuple(token.token_id for token in tokens),
                     logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
                     finish=finish,
                     num_drafted=len(scheduled.draft_ids),
-                    times=_times(state, now) if is_first else None,
+                    times=state.times(now) if is_first else None,
                     prompt_logprobs=tuple(state.prompt_logprobs) if is_first else (),
                 )
             )
@@ -369,18 +367,6 @@ class Scheduler:
             self._hold(state)
         elif finish is not None:
             self._remove(state)
-
-    def _take_tokens(self, state: RequestState, result: StepResult) -> tuple[list[SampledToken], FinishReason | None]:
-        """Appends the step's tokens up to the one that ends the request; a stop token is none of them."""
-        taken: list[SampledToken] = []
-        for token in result.tokens:
-            if token.token_id in state.request.sampling.stop_token_ids:
-                return taken, FinishReason.STOP
-            state.token_ids.append(token.token_id)
-            taken.append(token)
-            if not state.num_missing:
-                return taken, FinishReason.LENGTH
-        return taken, FinishReason.PREFILLED if taken and state.request.prefill_only else None
 
     def _commit_content(self, state: RequestState) -> None:
         if self._has_prefix_cache:
@@ -403,14 +389,14 @@ class Scheduler:
         tables = self._kv.get_block_ids(state.request_id)
         self._kv.lease(state.request_id, state.request_id)
         tokens = state.request.token_ids
-        self._holds[state.request_id] = Hold(
+        self._outbox.holds[state.request_id] = Hold(
             request_id=state.request_id, tables=tables, num_tokens=len(tokens), token_digest=token_digest(tokens)
         )
 
     # ---- endings
 
     def _fail(self, state: RequestState, error: PdError) -> None:
-        self._events.append(TokenEvent(request_id=state.request_id, error=error))
+        self._outbox.events.append(TokenEvent(request_id=state.request_id, error=error))
         self._remove(state)
 
     def _remove(self, state: RequestState) -> None:
@@ -427,24 +413,3 @@ class Scheduler:
             self._kv.release_lease(state.request_id)
         elif self._kv.owns_blocks(state.request_id):
             self._kv.free(state.request_id)
-
-
-def _times(state: RequestState, now: float) -> EngineTimes:
-    """Where the time to this engine's first token of the request went."""
-    started = state.started_at if state.started_at is not None else now
-    compute_ms = (now - started) * 1e3
-    if state.pull is None:
-        return EngineTimes(
-            queue_ms=(started - state.arrived_at) * 1e3, compute_ms=compute_ms, cached_tokens=state.cached_tokens
-        )
-    pull = state.pull
-    return EngineTimes(
-        queue_ms=pull.queue_ms,
-        compute_ms=compute_ms,
-        received_ms=pull.received_ms,
-        wire_ms=pull.wire_ms,
-        confirm_ms=pull.confirm_ms,
-        kv_bytes=pull.kv_bytes,
-        plane=pull.plane,
-        cached_tokens=state.cached_tokens,
-    )
