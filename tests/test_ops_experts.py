@@ -72,7 +72,7 @@ def test_every_token_gets_the_shares_of_its_experts(tokens, num_experts, k, bias
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("hidden", "dim"), [(64, 48), (1024, 384)])
+@pytest.mark.parametrize(("hidden", "dim"), [(64, 48), (1536, 64), (64, 1536)])  # sums of 1536: split for one row
 def test_a_row_gets_the_same_bits_alone_and_among_others(dtype: torch.dtype, hidden: int, dim: int) -> None:
     torch.manual_seed(0)
     weights, _ = make_weights(8, hidden, dim, bias=True, dtype=dtype)
