@@ -1,4 +1,4 @@
-"""The command line: serve, generate, status, doctor."""
+"""The command line: serve, generate, status, doctor, models."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
     console.print(views.engines_table(answer))
 
 
-# ---- doctor
+# ---- doctor, models
 
 
 @app.command()
@@ -219,10 +219,20 @@ def doctor(
     settings = load_config(config, {} if model is None else {"model": model})
     from pd_service.doctor import examine  # imports torch
 
-    findings = examine(settings)
-    console.print(views.findings_table(findings))
-    if not all(finding.is_ok for finding in findings):
+    found = examine(settings)
+    console.print(views.findings_table(found.findings))
+    if found.pools:
+        console.print(views.memory_table(found.pools, found.available_bytes))
+    if not all(finding.is_ok for finding in found.findings):
         sys.exit(1)
+
+
+@app.command()
+def models() -> None:
+    """List the architectures of models that can be served."""
+    from pd_service.doctor import architectures  # imports torch
+
+    console.print(views.architectures_table(architectures()))
 
 
 if __name__ == "__main__":

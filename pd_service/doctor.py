@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from pd_service.config import ServiceConfig
+from pd_service.engine.host_memory import available_bytes
+from pd_service.engine.memory_plan import GIB, PoolPlan, lack_of_memory, plan_pools
 from pd_service.errors import ConfigError
-from pd_service.models.config import ModelConfig, checkpoint_files, load_model_config
-from pd_service.models.loader import build_model
-
-GIB = 2**30
+from pd_service.models.base import DraftingLM
+from pd_service.models.config import MODEL_REGISTRY, checkpoint_files, load_model_config, model_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +25,52 @@ class Finding:
     text: str
 
 
-def examine(config: ServiceConfig) -> list[Finding]:
-    """All findings, in the order an operator would ask; never raises for what it finds."""
-    return [_versions(), _processors(config), *_doors(config), *_model(config)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """All findings in the order an operator would ask; the memory of each pool where the model is known."""
+
+    findings: tuple[Finding, ...]
+    pools: tuple[PoolPlan, ...]
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What a class of models says about itself. `has_drafts`: some of them bring a layer for multi-token prediction."""
+
+    name: str
+    family: str
+    attention: str
+    examples: tuple[str, ...]
+    has_drafts: bool
+
+
+def architectures() -> list[Architecture]:
+    """Every architecture that can be served, by family."""
+    found = []
+    for name in MODEL_REGISTRY:
+        model = model_class(name)
+        found.append(
+            Architecture(
+                name=name,
+                family=model.family_name,
+                attention=model.attention,
+                examples=model.examples,
+                has_drafts=issubclass(model, DraftingLM),
+            )
+        )
+    return sorted(found, key=lambda one: (one.family, one.name))
+
+
+def examine(config: ServiceConfig) -> Examination:
+    """Never raises for what it finds."""
+    available = available_bytes()
+    findings, pools = _model(config, available)
+    return Examination(
+        findings=(_versions(), _processors(config), *_doors(config), *findings),
+        pools=tuple(pools),
+        available_bytes=available,
+    )
 
 
 def _versions() -> Finding:
@@ -65,41 +106,35 @@ def _doors(config: ServiceConfig) -> Iterator[Finding]:
             yield Finding(name, True, f"{address} is free")
 
 
-def _model(config: ServiceConfig) -> Iterator[Finding]:
+def _model(config: ServiceConfig, available: int) -> tuple[list[Finding], list[PoolPlan]]:
     if config.model == "demo":
         from pd_service.demo import cached_demo_model_dir
 
         cached = cached_demo_model_dir()
         if cached is None:
-            yield Finding("model", True, "the demo model is not made yet; `pd-service serve` makes it (about a minute)")
-            return
+            text = "the demo model is not made yet; `pd-service serve` makes it (about a minute)"
+            return [Finding("model", True, text)], []
         directory = cached
     else:
         directory = Path(config.model).expanduser()
     try:
         model, files = load_model_config(directory), checkpoint_files(directory)
     except ConfigError as error:
-        yield Finding("model", False, str(error))
-        return
-    yield Finding("model", True, f"{model.architecture} in {directory}, {model.max_model_len} tokens at most")
-    yield _memory(config, model, sum(file.stat().st_size for file in files))
+        return [Finding("model", False, str(error))], []
+    size = sum(file.stat().st_size for file in files) / GIB
+    text = f"{model.architecture} in {directory}, {size:.2f} GiB, {model.max_model_len} tokens at most"
+    found = Finding("model", True, text)
+    try:
+        pools = plan_pools(config, directory, model)
+    except ConfigError as error:
+        return [found, Finding("memory", False, str(error))], []
+    return [found, _memory(config, pools, available)], pools
 
 
-def _memory(config: ServiceConfig, model: ModelConfig, weight_bytes: int) -> Finding:
-    """Weights and caches of all engines against what the host has free."""
-    pools = (config.pools.prefill, config.pools.decode)
-    engines = sum(pool.replicas for pool in pools)
-    caches = sum(pool.replicas * int(pool.kv_cache_bytes) for pool in pools)
-    dtype = getattr(torch, config.dtype)
-    info = build_model(model, dtype=dtype, device="meta", block_size=config.engine.block_size).get_cache_info()
-    per_token = sum(entry.bytes_per_token for layer in info.layer_infos for entry in layer.caches)
-    needed = engines * weight_bytes + caches
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    text = (
-        f"{engines} engines need {needed / GIB:.1f} GiB (weights {weight_bytes / GIB:.2f} each, caches "
-        f"{caches / GIB:.1f}), {available / GIB:.1f} are free; {per_token} bytes of cache per token, so "
-        f"{int(config.pools.decode.kv_cache_bytes) // per_token} tokens fit a decode engine"
-    )
-    if config.ray.address is None and needed > available:
-        return Finding("memory", False, f"{text}: lower pools.*.kv_cache_bytes or pools.*.replicas")
-    return Finding("memory", True, text)
+def _memory(config: ServiceConfig, pools: list[PoolPlan], available: int) -> Finding:
+    """Of this host: on a cluster that is joined, engines may stand anywhere, and each looks at its own."""
+    lack = lack_of_memory(pools, available)
+    if lack is not None and config.ray.address is None:
+        return Finding("memory", False, lack)
+    needed = sum(pool.replicas * pool.plan.total_bytes for pool in pools)
+    return Finding("memory", True, f"the engines need {needed / GIB:.2f} GiB, {available / GIB:.2f} are free here")

@@ -10,7 +10,10 @@ from rich.table import Table
 from pd_service.rpc import admin_pb2, generation_pb2
 
 if TYPE_CHECKING:
-    from pd_service.doctor import Finding
+    from pd_service.doctor import Architecture, Finding
+    from pd_service.engine.memory_plan import GroupPlan, PoolPlan
+
+GIB = 2**30
 
 
 def choices_table(status: admin_pb2.StatusResponse) -> Table:
@@ -81,6 +84,51 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     table = _table("pd-service doctor", "check", "", "finding")
     for finding in findings:
         table.add_row(finding.check, "[green]ok[/green]" if finding.is_ok else "[red]problem[/red]", finding.text)
+    return table
+
+
+def memory_table(pools: Sequence[PoolPlan], available_bytes: int) -> Table:
+    """What one engine of each pool holds, and what is left of the host when all of them run here."""
+    table = _table("Memory", "GiB for each engine", *(f"{pool.replicas} x {pool.role}" for pool in pools))
+    plans = [pool.plan for pool in pools]
+    table.add_row("weights, packed", *(_gib(plan.weight_bytes) for plan in plans))
+    table.add_row("KV cache", *(_gib(plan.kv_bytes) for plan in plans))
+    table.add_row("largest step, about", *(_gib(plan.step_bytes) for plan in plans))
+    table.add_row("while loading, for a moment", *(_gib(plan.loading_bytes) for plan in plans))
+    table.add_row("most at once", *(_gib(plan.total_bytes) for plan in plans))
+    table.add_section()
+    for i in range(len(plans[0].groups)):
+        groups = [plan.groups[i] for plan in plans]
+        table.add_row(f"{groups[0].key}: bytes for a token", *(str(group.bytes_per_token) for group in groups))
+        table.add_row(f"blocks of {plans[0].block_size} tokens", *(_blocks(group) for group in groups))
+    table.add_section()
+    table.add_row("tokens that fit", *(str(plan.num_tokens) if plan.num_tokens else "any number" for plan in plans))
+    longest = plans[0].max_model_len
+    table.add_row(f"requests of {longest} tokens", *(str(plan.num_longest_requests) for plan in plans))
+    needed = sum(pool.replicas * pool.plan.total_bytes for pool in pools)
+    table.caption = f"free {_gib(available_bytes)} GiB, of which {_gib(available_bytes - needed)} remain"
+    return table
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}"
+
+
+def _blocks(group: GroupPlan) -> str:
+    window = "" if group.window is None else f", window {group.window}"
+    return f"{group.num_blocks}, {group.blocks_per_request} a request{window}"
+
+
+def architectures_table(architectures: Sequence[Architecture]) -> Table:
+    table = _table("Models that can be served")
+    table.add_column("family, architecture", no_wrap=True)
+    for column in ("attention", "examples"):
+        table.add_column(column, overflow="fold")
+    for one in architectures:
+        drafts = "\ndraft layer (MTP)" if one.has_drafts else ""
+        table.add_row(f"[bold]{one.family}[/bold]\n{one.name}", one.attention + drafts, "\n".join(one.examples))
+        table.add_section()
+    table.caption = "n-gram drafts work with every model, a draft layer with checkpoints that have one"
     return table
 
 

@@ -42,8 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.gateway": GATEWAY,
     "pd_service.cluster": CLUSTER,
     "pd_service.demo": BASE,
-    "pd_service.doctor": MODELS | {"pd_service.demo"},
-    "pd_service.views": WIRE | {"pd_service.doctor"},
+    "pd_service.doctor": MODELS | {"pd_service.demo", "pd_service.engine.host_memory", "pd_service.engine.memory_plan"},
+    "pd_service.views": WIRE | {"pd_service.doctor", "pd_service.engine.memory_plan"},
     "pd_service.cli": CLUSTER | {"pd_service.demo", "pd_service.doctor", "pd_service.views"},
 }
 GUARDED = {*ALLOWED, "grpc", "ray", "pd_service"}

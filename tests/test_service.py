@@ -273,13 +273,20 @@ def test_an_engine_that_cannot_start_says_why_at_once(tiny_model_dir: Path, tmp_
 
 def test_doctor_names_what_is_wrong(tiny_model_dir: Path, service: Served) -> None:
     done = cli("doctor", "--model", str(tiny_model_dir))
-    assert "LlamaForCausalLM" in done.stdout
+    for word in ("LlamaForCausalLM", "weights", "tokens that fit"):
+        assert word in done.stdout
     path = tiny_model_dir.parent / "doctor.yaml"
     path.write_text(f"gateway: {{grpc: '{service.grpc_address}'}}\n")
     taken = cli("doctor", "--model", "/nowhere", "-f", str(path))
     assert taken.returncode == 1
     assert "cannot be bound" in taken.stdout
     assert "/nowhere" in taken.stdout
+
+
+def test_models_are_listed() -> None:
+    done = cli("models")
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM" in done.stdout
 
 
 def test_it_joins_a_running_ray_cluster_and_leaves_it_as_it_was(tiny_model_dir: Path) -> None:

@@ -13,9 +13,10 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import ray
 from pd_service.channels import channel_options, end
 from pd_service.cluster.controller import Controller
 from pd_service.config import ServiceConfig
+from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.gateway.doors import Doors
 from pd_service.models.config import load_model_config, require_supported
@@ -61,6 +63,7 @@ async def running_service(config: ServiceConfig, *, model_dir: Path, progress: P
     if config.ray.address is not None:
         await _require_reachable(config.ray.address)
     model_name = config.served_model_name or model_dir.name
+    free = available_bytes()  # before any engine takes its part
     doors = Doors(config.gateway)
     try:
         progress("Ray", "starting")
@@ -70,7 +73,8 @@ async def running_service(config: ServiceConfig, *, model_dir: Path, progress: P
             AsyncExitStack() as until_stopped,
         ):
             progress("Ray", READY)
-            opening = _open_gateway(config, doors, model_dir, model_name, admin_address, until_stopped, progress)
+            make = partial(_make_gateway, config, doors, model_dir, model_name, free)
+            opening = _open_gateway(make, admin_address, until_stopped, progress)
             yield await _unless_an_engine_fails(opening, admin_address, progress)
     finally:
         await doors.close()
@@ -104,19 +108,13 @@ async def _require_reachable(address: str) -> None:
 
 
 async def _open_gateway(
-    config: ServiceConfig,
-    doors: Doors,
-    model_dir: Path,
-    model_name: str,
-    admin_address: str,
-    until_stopped: AsyncExitStack,
-    progress: Progress,
+    make_gateway: Callable[[], Gateway], admin_address: str, until_stopped: AsyncExitStack, progress: Progress
 ) -> Service:
     """Returns when the gateway is connected to both pools; it is stopped with `until_stopped`."""
     progress("gateway", "loading libraries")
     # In a thread, beside the engines that load; not before, while Ray starts: Ray forks its processes with Python code
     # in between, and a fork in the midst of another thread's import can leave a child that waits for its lock for ever.
-    gateway = await asyncio.to_thread(_make_gateway, config, doors, model_dir, model_name)
+    gateway = await asyncio.to_thread(make_gateway)
     await gateway.start(admin_address)
     until_stopped.push_async_callback(gateway.stop)
     progress("gateway", "waiting for engines")
@@ -127,20 +125,23 @@ async def _open_gateway(
     return service
 
 
-def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_name: str) -> Gateway:
+def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_name: str, free: int) -> Gateway:
+    """`free`: bytes of memory that the engines found here, all of them together."""
+    from pd_service.engine.memory_plan import lack_of_memory, limit_length, plan_pools
     from pd_service.gateway.gateway import Gateway  # with transformers and torch: seconds
 
     model_config = load_model_config(model_dir)
-    asked = config.engine.max_model_len
-    if asked is not None and asked > model_config.max_model_len:
-        raise ConfigError(f"engine.max_model_len: {asked} is more than the model's {model_config.max_model_len} tokens")
+    lack = lack_of_memory(plan_pools(config, model_dir, model_config), free)
+    if lack is not None and config.ray.address is None:
+        raise ConfigError(lack)
+    model_config = limit_length(model_config, config.engine.max_model_len)
     return Gateway(
         config.gateway,
         doors,
         model_dir=model_dir,
         model_config=model_config,
         model_name=model_name,
-        max_model_len=asked or model_config.max_model_len,
+        max_model_len=model_config.max_model_len,
     )
 
 

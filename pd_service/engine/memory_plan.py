@@ -7,7 +7,7 @@ disagree. Only the amount for a step is an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from kv_cache import (
     get_entries_in_export_order,
     validate_cache_info,
 )
-from pd_service.config import EngineConfig
+from pd_service.config import EngineConfig, PoolRole, ServiceConfig
+from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.models.base import CausalLM
 from pd_service.models.config import ModelConfig, load_model_config
@@ -98,6 +99,40 @@ def require_memory(config: EngineConfig) -> tuple[MemoryPlan, int]:
     return plan, available
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """One pool: `replicas` engines of this plan."""
+
+    role: PoolRole
+    replicas: int
+    plan: MemoryPlan
+
+
+def plan_pools(config: ServiceConfig, model_dir: Path, model: ModelConfig) -> list[PoolPlan]:
+    """Raises ConfigError when an engine's cache holds no whole request."""
+    roles: tuple[PoolRole, ...] = ("prefill", "decode")
+    return [
+        PoolPlan(
+            role=role,
+            replicas=config.pool(role).replicas,
+            plan=plan_memory(config.engine_config(role, model_dir), model),
+        )
+        for role in roles
+    ]
+
+
+def lack_of_memory(pools: Sequence[PoolPlan], available: int) -> str | None:
+    """Why engines of all pools do not fit one host with that many bytes, and what to change; None when they do."""
+    needed = sum(pool.replicas * pool.plan.total_bytes for pool in pools)
+    if needed <= available:
+        return None
+    each = "; ".join(f"{pool.replicas} x {pool.role} {pool.plan.describe()}" for pool in pools)
+    return (
+        f"the engines need {needed / GIB:.2f} GiB, {available / GIB:.2f} are free ({each}): "
+        "lower pools.*.kv_cache_bytes or pools.*.replicas"
+    )
+
+
 def plan_memory(config: EngineConfig, model: ModelConfig) -> MemoryPlan:
     """The plan of an engine of `config` with `model`. Raises ConfigError when its cache holds no whole request."""
     model = limit_length(model, config.settings.max_model_len)
@@ -152,21 +187,6 @@ def limit_length(model: ModelConfig, max_model_len: int | None) -> ModelConfig:
             f"engine.max_model_len: {max_model_len} is more than the model's {model.max_model_len} tokens"
         )
     return replace(model, max_model_len=max_model_len)
-
-
-def available_bytes() -> int:
-    """What this process may still take of the host's memory: of all that is free, and of its cgroup's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min(free, *_cgroup_rest(Path("/sys/fs/cgroup")))
-
-
-def _cgroup_rest(root: Path) -> Iterator[int]:
-    limit, used = root / "memory.max", root / "memory.current"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        yield max(0, int(text) - int(used.read_text()))
-    else:
-        yield 2**63
 
 
 def _plan_groups(
