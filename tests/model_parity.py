@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pd_service.config import EngineSettings
 from pd_service.errors import ConfigError
-from pd_service.models.config import MODEL_REGISTRY, model_class
+from pd_service.models.config import MODEL_REGISTRY, load_model_config, model_class
+from pd_service.models.loader import build_model
 from tests.local_cluster import local_cluster
 from tests.model_runner import Runner, load
 from tests.one_loop import run_async
@@ -56,6 +57,13 @@ def save_random(
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(directory, max_shard_size="1GB" if shards == 1 else -(-total_bytes // shards))
     return directory
+
+
+def count_parameters(config: dict[str, object], directory: Path) -> int:
+    """Those of the model that this config.json describes, which takes no memory here."""
+    (directory / "config.json").write_text(json.dumps(config))
+    model = build_model(load_model_config(directory), dtype=torch.bfloat16, device="meta", block_size=16)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def some_prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:

@@ -10,10 +10,30 @@ from transformers import MistralConfig
 
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
-from tests.model_parity import TINY, FamilyLaws, edit_json, save_random
+from tests.model_parity import TINY, FamilyLaws, count_parameters, edit_json, save_random
 from tests.model_runner import load
 
 WINDOW = 21  # in no step with any block or chunk
+MISTRAL_7B = {  # v0.1, as released
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
 
 
 def config(**different: Any) -> MistralConfig:
@@ -57,3 +77,7 @@ def test_the_window_is_the_stated_one_or_the_familys(change, expected: int, tmp_
     directory = edit_json(save_random(config(), tmp_path) / "config.json", change)
     entries = [entry for layer in load(directory).get_cache_info().layer_infos for entry in layer.caches]
     assert {(entry.attn_type, entry.sliding_window) for entry in entries} == {("SlidingWindow", expected)}
+
+
+def test_a_released_model_has_its_number_of_parameters(tmp_path: Path) -> None:
+    assert count_parameters(MISTRAL_7B, tmp_path) == 7_241_732_096

@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
-from tests.model_parity import TINY, FamilyLaws, edit_json, save_random
+from tests.model_parity import TINY, FamilyLaws, count_parameters, edit_json, save_random
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {
@@ -18,6 +18,27 @@ YARN = {
     "rope_theta": 1000000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+QWEN2_5_HALF_B = {  # as released
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 
 
@@ -77,3 +98,7 @@ def test_what_we_would_compute_wrong_is_refused_by_name(change, message: str, tm
     directory = edit_json(save_random(windows(), tmp_path) / "config.json", change)
     with pytest.raises(ConfigError, match=message):
         load_model_config(directory)
+
+
+def test_a_released_model_has_its_number_of_parameters(tmp_path: Path) -> None:
+    assert count_parameters(QWEN2_5_HALF_B, tmp_path) == 494_032_768

@@ -10,9 +10,32 @@ from transformers import Qwen3Config
 
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
-from tests.model_parity import TINY, FamilyLaws, edit_json, save_random
+from tests.model_parity import TINY, FamilyLaws, count_parameters, edit_json, save_random
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
+QWEN3_0_6B = {  # as released
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 
 
 def config(**different: Any) -> Qwen3Config:
@@ -49,3 +72,7 @@ def test_what_we_would_compute_wrong_is_refused_by_name(change, message: str, tm
     directory = edit_json(save_random(config(**WINDOWS), tmp_path) / "config.json", change)
     with pytest.raises(ConfigError, match=message):
         load_model_config(directory)
+
+
+def test_a_released_model_has_its_number_of_parameters(tmp_path: Path) -> None:
+    assert count_parameters(QWEN3_0_6B, tmp_path) == 596_049_920

@@ -10,9 +10,38 @@ from transformers import Qwen3MoeConfig
 
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
-from tests.model_parity import TINY, FamilyLaws, edit_json, save_random
+from tests.model_parity import TINY, FamilyLaws, count_parameters, edit_json, save_random
 
 MOE = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+QWEN3_30B_A3B = {  # as released
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 
 
 def config(**different: Any) -> Qwen3MoeConfig:
@@ -56,3 +85,7 @@ def test_what_we_would_compute_wrong_is_refused_by_name(change, message: str, tm
     directory = edit_json(save_random(config(), tmp_path) / "config.json", change)
     with pytest.raises(ConfigError, match=message):
         load_model_config(directory)
+
+
+def test_a_released_model_has_its_number_of_parameters(tmp_path: Path) -> None:
+    assert count_parameters(QWEN3_30B_A3B, tmp_path) == 30_532_122_624

@@ -40,7 +40,7 @@ class MistralConfig(PreNormConfig, UniformWindowConfig):
 class MistralForCausalLM(PreNormLM):
     config_class: ClassVar = MistralConfig
     family_name: ClassVar = "Mistral"
-    examples: ClassVar = ("Mistral 7B", "Mistral Nemo", "Mistral Small")
+    examples: ClassVar = ("Mistral 7B", "Mistral Nemo", "Codestral 22B")
     attention: ClassVar = "sliding window, or full"
 
     @classmethod
