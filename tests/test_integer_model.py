@@ -26,7 +26,8 @@ from tests.integer_model import (
     save_integer_model,
 )
 from tests.integer_reference import continuation, right_guesses
-from tests.split_engines import Shape, Split, SteppedEngine, new_request, plan_pull, read
+from tests.split_engines import Split, plan_pull, read
+from tests.stepped_engine import Shape, SteppedEngine, new_request
 
 NAME, OTHER = RequestId("a"), RequestId("b")
 PROMPT, OTHER_PROMPT = tuple(range(100, 110)), tuple(range(200, 210))

@@ -16,7 +16,8 @@ from pd_service.engine.messages import Submit
 from pd_service.request import EngineSampling, RequestId
 from tests.integer_model import VARIANTS, Attention, integer_models
 from tests.integer_reference import GREEDY, continuation, right_guesses
-from tests.split_engines import Shape, Split, SteppedEngine, new_request
+from tests.split_engines import Split
+from tests.stepped_engine import Shape, SteppedEngine, new_request
 
 PROMPT = tuple((i * i * 31 + 7 * i + 3) % 900 for i in range(37))  # ends inside a block of any size but 1
 OUTPUT = 20
@@ -106,12 +107,72 @@ def test_a_split_request_gets_the_models_own_tokens(
     assert cached == [num_hit(hit, block_size, len(PROMPT)), num_hit(hit, block_size, len(PROMPT) + 1)]
     if rival:
         split.decode.preempt(request.request_id)
-    split.decode.step_until(lambda: request.request_id in split.decode.finish)
-    assert split.output(request.request_id) == expected(attention, PROMPT, OUTPUT, SEEDED)
+    assert split.finish(request) == expected(attention, PROMPT, OUTPUT, SEEDED)
     if hit == "none":
         check_guesses(split, request.request_id, attention)
 
     if rival:
         split.decode.step_until(lambda: rival in split.decode.finish)
         assert split.decode.tokens[rival] == expected(attention, rival_prompt(block_size), 40, GREEDY)
+    assert split.is_empty
+
+
+def missing_bytes(engine: SteppedEngine, num_here: int) -> int:
+    """Of the prompt's KV, what the token behind it sees and no block of the first `num_here` tokens holds."""
+    num_bytes = 0
+    for buffer in engine.layout.buffers:
+        num_unseen = len(PROMPT) - buffer.sliding_window + 1 if buffer.sliding_window else 0
+        first = max(num_here, num_unseen // buffer.block_size * buffer.block_size)
+        num_bytes += (len(PROMPT) - first) * buffer.bytes_per_token
+    return num_bytes
+
+
+@pytest.mark.parametrize("decode_hit", HIT_TOKENS)
+@pytest.mark.parametrize("prefill_hit", HIT_TOKENS)
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_each_engine_uses_its_own_hit_and_only_what_is_missing_is_moved(
+    model_dirs: dict[Attention, Path], attention: Attention, prefill_hit: str, decode_hit: str
+) -> None:
+    split = Split(model_dirs[attention], Shape(block_size=4), Shape(block_size=4))
+    warm(split.prefill, HIT_TOKENS[prefill_hit])
+    warm(split.decode, HIT_TOKENS[decode_hit])
+    request = new_request("split", PROMPT, OUTPUT)
+    assert split.run(request) == expected(attention, PROMPT, OUTPUT, GREEDY)
+    num_here = num_hit(decode_hit, 4, len(PROMPT) + 1)
+    assert split.pulled_bytes[request.request_id] == missing_bytes(split.decode, num_here)
+    assert split.is_empty
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_a_prompt_preempted_half_way_is_computed_again(
+    model_dirs: dict[Attention, Path], attention: Attention, block_size: int, num_drafts: int
+) -> None:
+    split = Split(
+        model_dirs[attention],
+        Shape(block_size=block_size, chunk=4, num_drafts=num_drafts),
+        Shape(block_size=block_size, num_drafts=num_drafts),
+    )
+    rival = start_rival(split.prefill, block_size)
+    request = new_request("split", PROMPT, OUTPUT, SEEDED)
+    split.start_prompt(request)
+    split.prefill.preempt(request.request_id)
+    split.accept(split.finish_prompt(request))
+    assert split.finish(request) == expected(attention, PROMPT, OUTPUT, SEEDED)
+    check_guesses(split, request.request_id, attention)
+    split.prefill.step_until(lambda: rival in split.prefill.finish)
+    assert split.prefill.tokens[rival] == expected(attention, rival_prompt(block_size), 40, GREEDY)
+    assert split.is_empty
+
+
+@pytest.mark.parametrize(("prefill_chunk", "decode_chunk"), [(1, 64), (3, 5), (64, 1)])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_prompts_of_any_length_greedy_between_engines_of_different_chunks(
+    model_dirs: dict[Attention, Path], attention: Attention, prefill_chunk: int, decode_chunk: int
+) -> None:
+    split = Split(model_dirs[attention], Shape(chunk=prefill_chunk), Shape(chunk=decode_chunk))
+    for length in (1, 2, 4, 5, 6, 7, 16, 17, 64):
+        prompt = tuple(range(300 + length, 300 + 2 * length))
+        assert split.run(new_request(f"{length}", prompt, 9)) == expected(attention, prompt, 9, GREEDY)
     assert split.is_empty
