@@ -159,12 +159,13 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Most likely tokens kept; 0 keeps all.", min=0)] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the answer; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Number of answers; they differ only with --temperature.", min=1)] = 1,
 ) -> None:
     """Stream an answer to the terminal, then show where the time went."""
     sampling = generation_pb2.Sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
-    request = generation_pb2.GenerateRequest(model=model, sampling=sampling, stop=stop or [])
+    request = generation_pb2.GenerateRequest(model=model, sampling=sampling, stop=stop or [], n=n)
     if raw:
         request.text = prompt
     else:
@@ -180,15 +181,17 @@ def generate(
 
 
 def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
+    """Several answers one after another, each with its table."""
     has_text = False
+    turns = views.AnswersInTurn()
     try:
-        for response in answer:
-            if response.HasField("delta"):
-                print(response.delta.text, end="", flush=True)
-                has_text = has_text or bool(response.delta.text)
+        for part in (part for response in answer for part in turns.take(response)):
+            if isinstance(part, generation_pb2.Delta):
+                print(part.text, end="", flush=True)
+                has_text = has_text or bool(part.text)
             else:
                 print()
-                console.print(views.phases_table(response.finish))
+                console.print(views.phases_table(part))
     except grpc.RpcError:
         if has_text:
             print()  # the error starts on a line of its own

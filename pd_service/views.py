@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -28,6 +28,23 @@ def choices_table(status: admin_pb2.StatusResponse) -> Table:
     return table
 
 
+class AnswersInTurn:
+    """Lets the answers of one request pass one after another: the first as it comes, what comes of the others meanwhile
+    when it is their turn."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._waiting: dict[int, list[generation_pb2.Delta | generation_pb2.Finish]] = {}
+
+    def take(self, response: generation_pb2.GenerateResponse) -> Iterator[generation_pb2.Delta | generation_pb2.Finish]:
+        """What can be shown now; each answer ends with its Finish."""
+        part = response.finish if response.HasField("finish") else response.delta
+        self._waiting.setdefault(part.index, []).append(part)
+        while parts := self._waiting.pop(self._turn, []):
+            yield from parts
+            self._turn += isinstance(parts[-1], generation_pb2.Finish)
+
+
 def phases_table(finish: generation_pb2.Finish) -> Table:
     """Where the time of one answer went."""
     phases = finish.phases
@@ -38,7 +55,7 @@ def phases_table(finish: generation_pb2.Finish) -> Table:
     wire = f"of it {phases.wire_ms:.1f} ms moving {phases.kv_bytes / 1e6:.1f} MB over {phases.plane}"
     rows = (
         ("queue", phases.queue_ms, "tokenizing, waiting for the prefill engine"),
-        ("prefill", phases.prefill_ms, "prompt to first token"),
+        ("prefill", phases.prefill_ms, f"prompt to first token, {finish.cached_tokens} tokens cached"),
         ("transfer", phases.transfer_ms, wire if phases.plane else "no hand-over was needed"),
         ("confirm", phases.confirm_ms, "the holder's yes"),
         ("first decode step", phases.first_decode_ms, "to the second token"),

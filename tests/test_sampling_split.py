@@ -211,6 +211,7 @@ def test_a_retry_after_the_first_token_judges_the_prompt_no_second_time(tiny_mod
             await cluster.remove(job.affinity.decode)
             of_prompt, output, of_output = await asking
         assert job.phases.retries >= 1
+        assert job.phases.cached_tokens == 0  # what the retry finds in a cache was computed for this request
         assert (len(of_prompt), len(output), len(of_output)) == (len(PROMPT) - 1, 200, 200)
 
     run_async(scenario())
