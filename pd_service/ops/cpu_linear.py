@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from pd_service.ops import ExpertWeights
+from pd_service.ops import ExpertWeights, native
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
@@ -20,6 +20,8 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     oneDNN's blocked layout reads the weights of a decode step at memory speed: about twice as fast as F.linear, for any
     number of rows. Its operators are private in torch, hence the exact version in pyproject.toml.
     """
+    if (panels := native.pack_linear(weight)) is not None:
+        return panels
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return weight
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -33,6 +35,8 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     `packed` comes from `pack_linear`; a plain weight works too. For a single row oneDNN splits long sums, which would
     make the result depend on the batch; a second row prevents that and costs little, as reading `packed` is the work.
     """
+    if packed.dim() == 3:  # panels
+        return native.linear(x, packed, bias)
     if not packed.is_mkldnn:
         return F.linear(x, packed, bias)
     rows = x.shape[0]

@@ -55,8 +55,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     if x.stride(1) != 1 or x.stride(0) % 2:
         x = x.contiguous()
     rows, depth = x.shape
-    num_panels, _, panel = packed.shape
-    width = num_panels * _PANEL
+    width = packed.shape[0] * _PANEL
     out = torch.empty(rows, width, dtype=x.dtype)
     library.pd_linear(
         _KINDS[x.dtype],
@@ -168,8 +167,9 @@ def paged_attention(
     metadata: ForwardMetadata,
     attn_type: str,
     scale: float,
+    *,
     sliding_window: int | None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
     library = kernels()
     dim = query.shape[2]

@@ -15,8 +15,9 @@
 
 enum {
     GROUP = 64,   /* keys at a time */
-    QUERIES = 48, /* rows of a unit, unless more heads than that share a cached one */
+    QUERIES = 96, /* rows of a unit, unless more heads than that share a cached one */
     TILE = 6,     /* rows: 6 x 4 sums, 4 operands and a factor fill the 32 registers */
+    FEW = 8,      /* rows of a unit, up to which keys are not worth laying out anew */
 };
 
 struct attention {
@@ -64,33 +65,61 @@ INLINE void transpose(__m512 r[LANES])
         r[i] = t[i];
 }
 
-/* Keys [first, last) of the group that begins at `base` as [dim][64], values as [64][padded]; the rest is zero. */
-INLINE void take(int kind, const struct attention *a, struct scratch *s, const int32_t *table, int64_t head,
-                 int64_t base, int64_t first, int64_t last)
+/* Where the keys of a group lie, in elements from the start of the cache; -1 for those outside [first, last). */
+INLINE void locate(const struct attention *a, const int32_t *table, int64_t head, int64_t base, int64_t first,
+                   int64_t last, int64_t at[GROUP])
 {
-    int64_t at[GROUP];
+    int64_t block = base / a->block_size, offset = base % a->block_size;
     for (int64_t i = 0; i < GROUP; i++) {
-        int64_t key = base + i;
         at[i] = -1;
-        if (key >= first && key < last)
-            at[i] = ((table[key / a->block_size] * a->block_size + key % a->block_size) * a->kv_heads + head) * a->dim;
+        if (base + i >= first && base + i < last)
+            at[i] = ((table[block] * a->block_size + offset) * a->kv_heads + head) * a->dim;
+        if (++offset == a->block_size) {
+            block++;
+            offset = 0;
+        }
     }
+}
+
+/* Brings the key and the value at `at` into the cache. */
+INLINE void fetch(int kind, const struct attention *a, int64_t at)
+{
+    if (at < 0)
+        return;
+    for (int64_t byte = 0; byte < a->dim * size_of(kind); byte += 64) {
+        _mm_prefetch(a->k_cache + at * size_of(kind) + byte, _MM_HINT_T0);
+        _mm_prefetch(a->v_cache + at * size_of(kind) + byte, _MM_HINT_T0);
+    }
+}
+
+/* Column r of the result is the key at at[r], dimensions d to d + 15. */
+INLINE void load_keys(int kind, const struct attention *a, const int64_t *at, int64_t d, __m512 columns[LANES])
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++)
+        columns[r] = at[r] < 0 ? _mm512_setzero_ps() : load(a->k_cache, at[r] + d, kind);
+    transpose(columns);
+}
+
+/* Keys at `at` as [dim][64], values as [64][padded], zero where there are none; what lies at `next` is fetched. */
+INLINE void take(int kind, const struct attention *a, struct scratch *s, const int64_t at[GROUP],
+                 const int64_t next[GROUP])
+{
     for (int64_t i = 0; i < GROUP; i += LANES)
         for (int64_t d = 0; d < a->dim; d += LANES) {
-            __m512 rows[LANES];
+            __m512 columns[LANES];
+            load_keys(kind, a, at + i, d, columns);
 #pragma GCC unroll 16
             for (int r = 0; r < LANES; r++)
-                rows[r] = at[i + r] < 0 ? _mm512_setzero_ps() : load(a->k_cache, at[i + r] + d, kind);
-            transpose(rows);
-#pragma GCC unroll 16
-            for (int r = 0; r < LANES; r++)
-                _mm512_storeu_ps(s->keys + (d + r) * GROUP + i, rows[r]);
+                _mm512_storeu_ps(s->keys + (d + r) * GROUP + i, columns[r]);
         }
-    for (int64_t i = 0; i < GROUP; i++)
+    for (int64_t i = 0; i < GROUP; i++) {
+        fetch(kind, a, next[i]);
         for (int64_t d = 0; d < a->dim; d += LANES) {
             __m512 value = at[i] < 0 ? _mm512_setzero_ps() : load(a->v_cache, at[i] + d, kind);
             _mm512_storeu_ps(s->values + i * s->padded + d, value);
         }
+    }
 }
 
 /* out [rows, 64] += x [rows, depth] times y [depth, 64]; each sum is one chain over ascending depth. */
@@ -134,6 +163,72 @@ static void multiply(int64_t rows, const float *x, int64_t x_stride, const float
         }
 }
 
+/* The same sums as `multiply` makes, in the same order, for up to 8 rows and without laying anything out. */
+INLINE void score_few(int kind, int rows, const struct attention *a, struct scratch *s, const int64_t at[GROUP],
+                      const int64_t next[GROUP])
+{
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+        __m512 sums[FEW], columns[LANES];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            sums[r] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < a->dim; d += LANES) {
+            load_keys(kind, a, at + i, d, columns);
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; c++)
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++)
+                    sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(s->query[r * a->dim + d + c]), columns[c], sums[r]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+            _mm512_storeu_ps(s->scores + r * GROUP + i, sums[r]);
+        for (int r = 0; r < LANES; r++)
+            fetch(kind, a, next[i + r]);
+    }
+}
+
+INLINE void sum_values(int kind, int rows, int vectors, const struct attention *a, struct scratch *s,
+                       const int64_t at[GROUP], int64_t d)
+{
+    __m512 sums[FEW][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = _mm512_loadu_ps(s->out + r * s->padded + d + v * LANES);
+    for (int64_t i = 0; i < GROUP; i++) {
+        if (at[i] < 0)
+            continue;
+        __m512 value[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            value[v] = load(a->v_cache, at[i] + d + v * LANES, kind);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            __m512 weight = _mm512_set1_ps(s->scores[r * GROUP + i]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = _mm512_fmadd_ps(weight, value[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            _mm512_storeu_ps(s->out + r * s->padded + d + v * LANES, sums[r][v]);
+}
+
+INLINE void sum_few(int kind, int rows, int vectors, const struct attention *a, struct scratch *s,
+                    const int64_t at[GROUP])
+{
+    int64_t d = 0;
+    for (; d + vectors * LANES <= a->dim; d += vectors * LANES)
+        sum_values(kind, rows, vectors, a, s, at, d);
+    for (; d < a->dim; d += LANES)
+        sum_values(kind, rows, 1, a, s, at, d);
+}
+
 /* One row's scores of the keys from `base` become weights; it sees keys (position - window, position]. */
 INLINE void weigh(const struct attention *a, struct scratch *s, int64_t row, int64_t base, int64_t position)
 {
@@ -169,12 +264,42 @@ INLINE void weigh(const struct attention *a, struct scratch *s, int64_t row, int
         }
 }
 
+/* Adds one group of keys to the unit's rows, of which row r belongs to the token at position + r / share. */
+INLINE void add_group(int kind, const struct attention *a, struct scratch *s, int64_t rows, int64_t base,
+                      int64_t position, const int64_t at[GROUP], const int64_t next[GROUP])
+{
+    int64_t share = a->heads / a->kv_heads;
+    if (rows > FEW) {
+        take(kind, a, s, at, next);
+        memset(s->scores, 0, (size_t)(rows * GROUP) * sizeof(float));
+        multiply(rows, s->query, a->dim, s->keys, GROUP, a->dim, s->scores, GROUP);
+    } else if (rows > 4)
+        score_few(kind, 8, a, s, at, next);
+    else
+        score_few(kind, 4, a, s, at, next);
+    for (int64_t r = 0; r < rows; r++)
+        weigh(a, s, r, base, position + r / share);
+    if (rows > FEW)
+        for (int64_t d = 0; d < s->padded; d += GROUP)
+            multiply(rows, s->scores, GROUP, s->values + d, s->padded, GROUP, s->out + d, s->padded);
+    else if (rows > 4)
+        sum_few(kind, 8, 2, a, s, at);
+    else
+        sum_few(kind, 4, 4, a, s, at);
+}
+
 /* Tokens [first, last) of a request, all of which ask `head` of the cache. */
 INLINE void unit(int kind, const struct attention *a, struct scratch *s, int64_t request, int64_t head, int64_t first,
                  int64_t last)
 {
     int64_t share = a->heads / a->kv_heads, rows = (last - first) * share;
-    int64_t past = a->kv_lens[request] - a->query_lens[request], token = a->starts[request] + first;
+    int64_t position = a->kv_lens[request] - a->query_lens[request] + first, token = a->starts[request] + first;
+    int64_t seen_from = at_least(0, position - a->window + 1), seen_to = position + last - first;
+    int64_t at[2][GROUP], base = seen_from / GROUP * GROUP;
+    const int32_t *table = a->tables + request * a->table_width;
+    locate(a, table, head, base, seen_from, seen_to, at[0]);
+    for (int64_t i = 0; i < GROUP; i++)
+        fetch(kind, a, at[0][i]);
     for (int64_t r = 0; r < rows; r++) {
         int64_t from = (token + r / share) * a->query_stride + (head * share + r % share) * a->dim;
         for (int64_t d = 0; d < a->dim; d += LANES)
@@ -182,16 +307,10 @@ INLINE void unit(int kind, const struct attention *a, struct scratch *s, int64_t
         s->top[r] = a->sinks ? a->sinks[head * share + r % share] : -INFINITY;
         s->mass[r] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(s->out, 0, (size_t)(rows * s->padded) * sizeof(float));
-    int64_t seen_from = at_least(0, past + first - a->window + 1), seen_to = past + last;
-    for (int64_t base = seen_from / GROUP * GROUP; base < seen_to; base += GROUP) {
-        take(kind, a, s, a->tables + request * a->table_width, head, base, seen_from, seen_to);
-        memset(s->scores, 0, (size_t)(rows * GROUP) * sizeof(float));
-        multiply(rows, s->query, a->dim, s->keys, GROUP, a->dim, s->scores, GROUP);
-        for (int64_t r = 0; r < rows; r++)
-            weigh(a, s, r, base, past + first + r / share);
-        for (int64_t d = 0; d < s->padded; d += GROUP)
-            multiply(rows, s->scores, GROUP, s->values + d, s->padded, GROUP, s->out + d, s->padded);
+    memset(s->out, 0, (size_t)(at_least(FEW, rows) * s->padded) * sizeof(float));
+    for (int turn = 0; base < seen_to; base += GROUP, turn ^= 1) {
+        locate(a, table, head, base + GROUP, seen_from, seen_to, at[turn ^ 1]);
+        add_group(kind, a, s, rows, base, position, at[turn], at[turn ^ 1]);
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t to = ((token + r / share) * a->heads + head * share + r % share) * a->dim;
@@ -212,7 +331,8 @@ INLINE float *cut(float **memory, int64_t count)
 /* All units of all requests; the longest waits come first, so that threads end together. False: out of memory. */
 static int run(int kind, const struct attention *a, int threads)
 {
-    int64_t share = a->heads / a->kv_heads, tokens = at_least(1, QUERIES / share), rows = tokens * share;
+    int64_t share = a->heads / a->kv_heads, tokens = at_least(1, QUERIES / share);
+    int64_t rows = at_least(FEW, tokens * share);
     int64_t padded = (a->dim + GROUP - 1) / GROUP * GROUP;
     int64_t ends[a->requests + 1]; /* units of the requests before */
     ends[0] = 0;
@@ -234,7 +354,7 @@ static int run(int kind, const struct attention *a, int threads)
         s.out = cut(&own, rows * padded);
         s.top = cut(&own, rows);
         s.mass = cut(&own, rows);
-        memset(s.values, 0, (size_t)(GROUP * padded) * sizeof(float));
+        memset(memory + omp_get_thread_num() * floats, 0, (size_t)floats * sizeof(float)); /* padding is read */
         int64_t request = a->requests - 1;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t u = units - 1; u >= 0; u--) {

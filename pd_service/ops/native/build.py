@@ -1,10 +1,10 @@
 """The CPU operators in C, compiled on this machine when it is first asked for them.
 
-Plain torch pays 2 to 20 microseconds for every small operator and reads the cache of one request at a time; a step of a
-small model is made of a thousand of those. The C files beside this one compile in about a second with whatever `cc`,
-`gcc` or `clang` there is and are kept in the user's cache folder, one library per processor, compiler and source. Without
-a compiler, or on a processor without AVX-512, `kernels()` is None and `cpu.py` computes in torch: the same results but
-for rounding. Threads are those of torch's own OpenMP; nothing here waits actively or sets an affinity.
+Plain torch pays 2 to 20 microseconds for every small operator and reads the cache of one request at a time, and a step
+of a small model is made of a thousand of those. The C files beside this one compile in a second or two with whatever
+`cc`, `gcc` or `clang` there is and are kept in the user's cache folder, one library per processor, compiler and source.
+Without a compiler, or on a processor without AVX-512, `kernels()` is None and `cpu.py` computes in torch: the same
+results but for rounding. Threads are those of torch's own OpenMP; nothing here polls or sets an affinity.
 """
 
 from __future__ import annotations
