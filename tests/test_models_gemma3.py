@@ -116,6 +116,13 @@ def test_the_embedding_scale_is_rounded_to_the_type_of_the_model(tmp_path: Path)
         assert torch.equal(load(directory, dtype=dtype).model.embed_tokens(ids), theirs(ids))
 
 
+def test_norms_in_bfloat16_give_the_same_bits_as_those_of_transformers(tmp_path: Path) -> None:
+    directory = save_random(config(), tmp_path, dtype="bfloat16")
+    x = torch.randn(20, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).model.norm
+    assert torch.equal(load(directory, dtype=torch.bfloat16).model.norm(x), theirs(x))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

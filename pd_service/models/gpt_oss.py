@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 from torch import nn
 
 from pd_service.models.attention import AttentionShape
@@ -27,7 +27,7 @@ _ROPE = {
 
 
 class GptOssConfig(PreNormConfig, LayerTypesConfig):
-    """The keys of transformers' class of this name, with its defaults."""
+    """The keys of transformers' class of this name, with its defaults. The number of experts has either name there."""
 
     vocab_size: Count = 201_088
     hidden_size: Count = 2880
@@ -41,7 +41,7 @@ class GptOssConfig(PreNormConfig, LayerTypesConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = True
     sliding_window: Count | None = 128
-    num_local_experts: Count = 128
+    num_local_experts: Count = Field(128, validation_alias=AliasChoices("num_local_experts", "num_experts"))
     num_experts_per_tok: Count = 4
     swiglu_alpha: float = Field(default=1.702, gt=0)
     swiglu_limit: float = Field(default=7.0, gt=0)
