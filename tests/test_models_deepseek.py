@@ -14,7 +14,7 @@ from pd_service.models.config import load_model_config
 from pd_service.models.deepseek_routing import Routing, SoftmaxRouter
 from pd_service.models.layers import Place
 from pd_service.ops import get_ops
-from tests.model_parity import FamilyLaws, edit_json, save_random
+from tests.model_parity import FamilyLaws, count_parameters, edit_json, save_random
 from tests.model_runner import load
 
 torch.set_num_threads(1)
@@ -46,6 +46,68 @@ SIZES = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
+}
+
+SHARED = {  # by released models
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "moe_layer_freq": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+}
+YARN_40 = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+DEEPSEEK_V2_LITE = SHARED | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rope_scaling": YARN_40 | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}
+DEEPSEEK_V3 = SHARED | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": YARN_40 | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
 
@@ -143,3 +205,8 @@ def test_a_v2_router_that_normalizes_makes_shares_add_up_to_one() -> None:
     assert shares.dtype == torch.float32
     assert torch.equal(chosen.sort().values, best.indices.sort().values)
     torch.testing.assert_close(shares.sort(descending=True).values, expected)
+
+
+def test_released_models_have_their_number_of_parameters(tmp_path: Path) -> None:
+    assert count_parameters(DEEPSEEK_V2_LITE, tmp_path) == 15_706_484_224
+    assert count_parameters(DEEPSEEK_V3, tmp_path) == 671_026_419_200
