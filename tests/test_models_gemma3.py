@@ -84,6 +84,9 @@ def test_the_end_of_the_whole_model_prevails_over_that_of_its_text(tmp_path: Pat
     assert load_model_config(directory).eos_token_ids == (1,)
     edit_json(directory / "config.json", {"eos_token_id": [1, 106]})
     assert load_model_config(directory).eos_token_ids == (1, 106)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    assert load_model_config(directory).eos_token_ids == (1,)
 
 
 def test_what_a_released_file_leaves_out_is_what_transformers_takes() -> None:
