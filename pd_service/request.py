@@ -6,9 +6,9 @@ refusal into `InvalidRequest`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, NewType
+from typing import Annotated, NamedTuple, NewType
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -165,9 +165,10 @@ class EngineTimes:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """What an engine says about one request after one step; with `finish` it is the last word.
+
+    A named tuple, because one is made for each request of each step.
 
     `prompt_logprobs` has one entry for each prompt token but the first, when asked for, and comes once: with the first
     token of the engine that computed the prompt. `num_drafted` guesses were verified for these tokens, of which all but
@@ -182,7 +183,7 @@ class TokenEvent:
     finish: FinishReason | None = None
     ticket: Ticket | None = None
     times: EngineTimes | None = None
-    error: Exception | None = field(default=None, compare=False)
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

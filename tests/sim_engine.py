@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, PullOrder, ReleaseHeld, StepOutput, Submit
@@ -181,7 +181,7 @@ class SimEngine:
                     self._put(ReleaseHeld(event.request_id))
                 continue
             if event.finish is FinishReason.PREFILLED:
-                event = replace(event, ticket=self.holder.hold(output.holds[event.request_id], session))
+                event = event._replace(ticket=self.holder.hold(output.holds[event.request_id], session))
             if event.finish is not None or event.error is not None:
                 self._forget(event.request_id)
             messages[session].append(event)

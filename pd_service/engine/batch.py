@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ from pd_service.ops.metadata import ForwardMetadata
 from pd_service.request import EngineSampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRow:
+class InputRow(NamedTuple):
     """What one request brings: `token_ids` from position `first` on, the last `num_drafts` of them guesses.
 
     `sampling` None: no token is wanted yet, and `next_token_id` is the one that follows. `history` are all tokens

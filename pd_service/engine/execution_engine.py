@@ -104,19 +104,21 @@ class ExecutionEngine:
 
     def _input_row(self, scheduled: ScheduledRequest) -> InputRow:
         state, drafts = scheduled.state, scheduled.draft_ids
+        request, known = state.request, state.token_ids
         first, end = state.num_computed, state.num_computed + scheduled.num_tokens
-        sampling, is_sampled = state.request.sampling, scheduled.is_sampled
-        judged_end = end + 1 if state.wants_prompt_logprobs else 0
+        sampling = request.sampling
+        is_sampled = end == len(known)
+        judged_end = min(end + 1, request.num_prompt_tokens) if state.wants_prompt_logprobs else 0
         return InputRow(
-            token_ids=[*state.token_ids[first:end], *drafts],
+            token_ids=[*known[first:end], *drafts],
             first=first,
             block_ids=self.kv_cache_manager.get_block_ids(state.request_id),
             num_drafts=len(drafts),
             sampling=sampling if is_sampled else None,
-            next_token_id=0 if is_sampled else state.token_ids[end],
-            history=[*state.token_ids, *drafts] if is_sampled and sampling.needs_history else (),
-            num_prompt_tokens=state.request.num_prompt_tokens,
-            judged_ids=state.token_ids[first + 1 : min(judged_end, state.request.num_prompt_tokens)],
+            next_token_id=0 if is_sampled else known[end],
+            history=[*known, *drafts] if is_sampled and sampling.needs_history else (),
+            num_prompt_tokens=request.num_prompt_tokens,
+            judged_ids=known[first + 1 : judged_end],
             num_top_judged=sampling.prompt_logprobs or 0,
             max_next_drafts=scheduled.max_next_drafts,
             num_missing=state.num_missing,

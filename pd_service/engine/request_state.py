@@ -47,6 +47,7 @@ class RequestState:
     num_computed: int = 0
     status: Status = Status.WAITING
     is_cancelled: bool = False
+    num_given: int = 0  # tokens it came with
     takes_ticket: bool = False  # its KV is still to be pulled
     started_at: float | None = None  # first scheduled, or KV arrived
     preemptions: int = 0
@@ -58,6 +59,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < len(self.token_ids)
+        self.num_given = len(self.request.token_ids)
         self.takes_ticket = self.request.ticket is not None
 
     @property
@@ -79,17 +81,18 @@ class RequestState:
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.token_ids)
+        return len(self.token_ids) - self.num_given
 
     def append(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], FinishReason | None]:
         """Takes the step's tokens up to the one that ends the request; a stop token is none of them."""
         taken: list[SampledToken] = []
+        stop_token_ids, num_missing = self.request.sampling.stop_token_ids, self.num_missing
         for token in tokens:
-            if token.token_id in self.request.sampling.stop_token_ids:
+            if token.token_id in stop_token_ids:
                 return taken, FinishReason.STOP
             self.token_ids.append(token.token_id)
             taken.append(token)
-            if not self.num_missing:
+            if len(taken) == num_missing:
                 return taken, FinishReason.LENGTH
         return taken, FinishReason.PREFILLED if taken and self.request.prefill_only else None
 

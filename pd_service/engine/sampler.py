@@ -105,21 +105,38 @@ def _draw(logits: torch.Tensor, params: EngineSampling, u: float) -> int:
     probs = torch.softmax(scaled, dim=-1)
     ids: torch.Tensor | None = None
     if params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
-        probs, ids = torch.sort(probs, descending=True, stable=True)
-        probs = probs[: _num_kept(probs, params)]
+        probs, ids = _kept(probs, params)
     mass = probs.cumsum(dim=-1)
     index = int(torch.searchsorted(mass, u * mass[-1], right=True))
     index = min(index, len(mass) - 1)
     return index if ids is None else int(ids[index])
 
 
+def _kept(probs: torch.Tensor, params: EngineSampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of `probs` [vocab] that pass all filters: probabilities, most likely first, equal ones by id; and ids.
+
+    Sorting a whole vocabulary takes milliseconds, and few tokens are kept as a rule. Those above any floor are a
+    beginning of the whole order, so the floor is lowered until the last one kept lies above it.
+    """
+    size, depth = len(probs), 8
+    most_likely = float(probs.max())
+    while True:
+        ids = (probs >= most_likely * 2.0**-depth).nonzero()[:, 0]
+        values, order = torch.sort(probs[ids], descending=True, stable=True)
+        kept = _num_kept(values, params)
+        if len(values) >= min(params.top_k or size, size) or (kept < len(values) and not params.top_k):
+            return values[:kept], ids[order[:kept]]
+        depth += depth // 2  # until the floor underflows to 0, and these are all tokens
+
+
 def _num_kept(probs: torch.Tensor, params: EngineSampling) -> int:
-    """How many of the descending `probs` [vocab] pass all filters; at least one."""
+    """How many of the descending `probs` pass all filters; at least one."""
     kept = min(params.top_k, len(probs)) if params.top_k else len(probs)
     if params.top_p < 1.0:
         mass = probs[:kept].cumsum(dim=-1)
-        # A token is kept if the mass before it is still below top_p of what top-k left.
-        kept = int(((mass - probs[:kept]) < params.top_p * mass[-1]).sum())
+        # A token is kept if the mass before it is still below top_p of what top-k left; without top-k that is 1.
+        left = mass[-1] if params.top_k else 1.0
+        kept = int(((mass - probs[:kept]) < params.top_p * left).sum())
     if params.min_p > 0.0:
         kept = int((probs[:kept] >= params.min_p * probs[0]).sum())
     return max(kept, 1)

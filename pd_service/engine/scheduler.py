@@ -50,6 +50,7 @@ class Scheduler:
     ) -> None:
         self._kv = kv_cache_manager
         self._limits = limits
+        self._block_size = block_size
         self._has_prefix_cache = has_prefix_cache
         self._admission = Admission(
             kv_cache_manager,
@@ -109,11 +110,10 @@ class Scheduler:
         state = self._received(request_id)
         if state is None:
             return
-        state.num_computed = len(state.token_ids) - 1
+        self.counters.received_tokens += len(state.token_ids) - 1 - state.cached_tokens
+        self._note_computed(state, len(state.token_ids) - 1)
         state.pull = stats
         state.started_at = now
-        self.counters.received_tokens += state.num_computed - state.cached_tokens
-        self._commit_content(state)
         insort(self._running, state, key=_order)
 
     def kv_failed(self, request_id: RequestId, error: Exception) -> None:
@@ -146,7 +146,7 @@ class Scheduler:
         for scheduled in batch:
             if scheduled.state.started_at is None:
                 scheduled.state.started_at = now
-        self._in_flight = frozenset(s.state.request_id for s in batch)
+        self._in_flight = frozenset([s.state.request.request_id for s in batch])
         return batch
 
     def process_output(self, batch: Sequence[ScheduledRequest], results: Sequence[StepResult], now: float) -> None:
@@ -255,10 +255,12 @@ class Scheduler:
         Guesses get what the budget leaves then, at most half of it while a prompt waits for its next chunk. Secured
         requests come first, because the others are those whose blocks may be taken.
         """
-        decodes = [s for s in self._running if s.num_pending == 1]
+        decodes = [s for s in self._running if len(s.token_ids) - s.num_computed == 1]
         num_spare = max(0, budget - len(decodes)) // (1 if len(decodes) == len(self._running) else 2)
         batch: list[ScheduledRequest] = []
-        for state in sorted(decodes, key=self._admission.is_secured, reverse=True):
+        if self.counters.preemptions:  # else nobody is secured for having been preempted
+            decodes.sort(key=self._admission.is_secured, reverse=True)
+        for state in decodes:
             if state.status is Status.RUNNING and len(batch) < budget:
                 scheduled = self._schedule_decode(state, num_spare)
                 if scheduled is not None:
@@ -267,9 +269,9 @@ class Scheduler:
         return batch
 
     def _schedule_decode(self, state: RequestState, num_spare: int) -> ScheduledRequest | None:
-        return self._with_drafts(state, 1, num_spare) or (
-            ScheduledRequest(state, 1) if self._allocate_or_preempt(state, 1) else None
-        )
+        if self._speculation.is_on and (scheduled := self._with_drafts(state, 1, num_spare)):
+            return scheduled
+        return ScheduledRequest(state, 1) if self._allocate_or_preempt(state, 1) else None
 
     def _with_drafts(self, state: RequestState, num_tokens: int, num_spare: int) -> ScheduledRequest | None:
         """The request's last known tokens and guesses behind them; None without guesses, or without room for them."""
@@ -339,37 +341,46 @@ class Scheduler:
                 self._process_result(scheduled, result, now)
 
     def _process_result(self, scheduled: ScheduledRequest, result: StepResult, now: float) -> None:
-        """Everything a step computed for a request: its KV, then its tokens, then its end if that has come."""
+        """Everything a step computed for a request: its tokens, their KV, then its end if that has come."""
         state = scheduled.state
-        is_first = state.num_generated == 0
-        num_right = max(0, len(result.tokens) - 1)
-        self.counters.computed_tokens += scheduled.num_positions
-        self.counters.drafted_tokens += len(scheduled.draft_ids)
-        self.counters.accepted_tokens += num_right
+        self._count(scheduled, result)
+        if result.prompt_logprobs:
+            state.prompt_logprobs += result.prompt_logprobs
+        if not result.tokens:
+            self._note_computed(state, state.num_computed + scheduled.num_tokens)
+            return
         state.draft_ids = result.draft_ids
-        state.prompt_logprobs += result.prompt_logprobs
+        is_first = state.num_generated == 0
         tokens, finish = state.append(result.tokens)
-        state.num_computed = min(state.num_computed + scheduled.num_tokens + num_right, len(state.token_ids))
-        self._commit_content(state)
-        if result.tokens:
-            self._outbox.events.append(
-                TokenEvent(
-                    request_id=state.request_id,
-                    token_ids=tuple(token.token_id for token in tokens),
-                    logprobs=tuple(token.logprobs for token in tokens if token.logprobs is not None),
-                    finish=finish,
-                    num_drafted=len(scheduled.draft_ids),
-                    times=state.times(now) if is_first else None,
-                    prompt_logprobs=tuple(state.prompt_logprobs) if is_first else (),
-                )
+        self._note_computed(state, state.num_computed + scheduled.num_tokens + len(result.tokens) - 1)
+        self._outbox.events.append(
+            TokenEvent(
+                request_id=state.request_id,
+                token_ids=tuple([token.token_id for token in tokens]),
+                logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
+                finish=finish,
+                num_drafted=len(scheduled.draft_ids),
+                times=state.times(now) if is_first else None,
+                prompt_logprobs=tuple(state.prompt_logprobs) if is_first else (),
             )
+        )
         if finish is FinishReason.PREFILLED:
             self._hold(state)
         elif finish is not None:
             self._remove(state)
 
-    def _commit_content(self, state: RequestState) -> None:
-        if self._has_prefix_cache:
+    def _count(self, scheduled: ScheduledRequest, result: StepResult) -> None:
+        self.counters.computed_tokens += scheduled.num_tokens
+        if num_drafts := len(scheduled.draft_ids):
+            self.counters.computed_tokens += num_drafts
+            self.counters.drafted_tokens += num_drafts
+            self.counters.accepted_tokens += len(result.tokens) - 1
+
+    def _note_computed(self, state: RequestState, num_computed: int) -> None:
+        """The KV of the first `num_computed` tokens is right; those behind a stop token are none of the request's."""
+        num_full_before = state.num_computed // self._block_size
+        state.num_computed = min(num_computed, len(state.token_ids))
+        if self._has_prefix_cache and state.num_computed // self._block_size > num_full_before:
             self._kv.commit(state.request_id, state.token_ids, state.num_computed)
 
     def _log_step(self, batch: Sequence[ScheduledRequest]) -> None:

@@ -35,9 +35,13 @@ class Speculation:
 
     settings: SpeculativeSettings
 
+    @property
+    def is_on(self) -> bool:
+        return self.settings.method != "none"
+
     def plan(self, state: RequestState, most: int) -> DraftPlan:
         """For a request whose last known token is computed in this step, with room for `most` guesses."""
-        if self.settings.method == "none" or state.request.prefill_only:
+        if not self.is_on or state.request.prefill_only:
             return DraftPlan()
         # The last token it may get needs no guess behind it, and no KV.
         most = max(0, min(most, self.settings.num_tokens, state.num_missing - 1))

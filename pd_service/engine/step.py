@@ -1,8 +1,13 @@
-"""What a scheduler is bound by, what it puts into a step, and what comes out."""
+"""What a scheduler is bound by, what it puts into a step, and what comes out.
+
+What is made for each request of each step is a named tuple: as immutable as a frozen dataclass, and made in a third of
+its time.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pd_service.engine.request_state import RequestState
 from pd_service.request import TokenLogprobs
@@ -24,8 +29,7 @@ class SchedulerLimits:
     priority_step_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """`num_tokens` known tokens of this request run in the step, from its computed count on, then `draft_ids`.
 
     Drafts are guesses at the tokens that follow: each is verified by the model's own choice at its position. With
@@ -47,14 +51,12 @@ class ScheduledRequest:
         return self.num_tokens + len(self.draft_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step gave one request.
 
     `tokens` are its next tokens, one more than drafts that proved right; none before its last known token is computed.

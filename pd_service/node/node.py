@@ -16,7 +16,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -138,7 +138,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
                 continue
             if event.finish is FinishReason.PREFILLED:
                 ticket = self._holder.hold(output.holds[event.request_id], session)
-                event = replace(event, ticket=ticket)
+                event = event._replace(ticket=ticket)
             if event.finish is not None or event.error is not None:
                 self._forget(event.request_id)
             messages[session].events.append(wire.event_to_wire(event))
