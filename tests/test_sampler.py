@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_service.engine.sampler import SampleRow, _adjusted, prompt_logprobs, sample, uniform
+from pd_service.engine.sampler import SampleRow, _adjusted, _kept, prompt_logprobs, sample, uniform
 from pd_service.engine.step import SampledToken
 from pd_service.request import EngineSampling
 
@@ -128,6 +128,34 @@ def test_logprobs_are_of_the_model_before_temperature_and_filters() -> None:
     assert none_asked.logprobs is not None
     assert none_asked.logprobs.top == ()
     assert sample_one(LOGITS, EngineSampling()).logprobs is None
+
+
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.5, -3.0, -20.0, -300.0, 8.0]), min_size=1, max_size=40),
+    st.sampled_from([1e-3, 0.5, 1.0, 2.0]),
+    st.integers(0, 45),
+    st.sampled_from([1e-6, 0.3, 0.9, 0.999999, 1.0]),
+    st.sampled_from([0.0, 1e-200, 1e-9, 0.1, 1.0]),
+)
+def test_filters_keep_what_a_sort_of_the_whole_vocabulary_keeps(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """With many ties, and probabilities that underflow."""
+    probs = torch.softmax(torch.tensor(logits, dtype=torch.float64) / temperature, dim=-1)
+    order = sorted(range(len(logits)), key=lambda i: -float(probs[i]))
+    expected = order[:top_k] if top_k else order
+    mass, left = 0.0, math.fsum(float(probs[i]) for i in expected)
+    if top_p < 1.0:
+        nucleus = []
+        for i in expected:
+            if mass < top_p * left or not nucleus:
+                nucleus.append(i)
+            mass += float(probs[i])
+        expected = nucleus
+    expected = [i for i in expected if probs[i] >= min_p * probs[order[0]]]
+    values, ids = _kept(probs, EngineSampling(top_k=top_k, top_p=top_p, min_p=min_p))
+    assert ids.tolist() == expected
+    assert values.tolist() == [float(probs[i]) for i in expected]
 
 
 # ---- bias and penalties
