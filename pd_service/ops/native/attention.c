@@ -1,324 +1,177 @@
 /*
  * Causal attention straight on the blocks of the cache, prompts and decodes alike.
  *
- * A unit of work is one request's chunk of up to `QUERIES` (token, head) rows that ask the same cached head. It walks
- * the keys in groups of 64 at fixed positions, with a running maximum and sum (Milakov and Gimelshein, 2018; Dao et
- * al., 2022). Keys a row may not see count as exactly nothing, so a row's result depends on its position and what it
- * sees alone: not on the other rows, the chunks of its prompt, where its blocks lie, or the number of threads.
+ * Keys are walked in groups of 64 at fixed positions. Each group gives every row (one head of one token) a part: the
+ * highest score, the sum of the weights relative to it, and the weighted sum of values; parts are merged in ascending
+ * order (online softmax: Milakov and Gimelshein, 2018; Dao et al., 2022). Keys a row may not see count as exactly
+ * nothing, so its result depends on its position and what it sees alone: not on the other rows, the chunks of its
+ * prompt, where its blocks lie, or the number of threads.
+ *
+ * Work is cut into units: of a prompt, chunks of rows that ask one head of the cache; of a decode, all heads over a
+ * range of groups, since the heads of a key lie side by side. A decode whose groups are several units' keeps its parts
+ * until all are there.
  */
-#include <float.h>
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "vectors.h"
+#include "attention_group.h"
 
-enum {
-    GROUP = 64,   /* keys at a time */
-    QUERIES = 96, /* rows of a unit, unless more heads than that share a cached one */
-    TILE = 6,     /* rows: 6 x 4 sums, 4 operands and a factor fill the 32 registers */
-    FEW = 8,      /* rows of a unit, up to which keys are not worth laying out anew */
+/* Rows of tokens [first, last) of a request that ask `head` of the cache, and where row r stands. */
+struct rows {
+    int64_t request, head, first, last, share, position, token;
 };
 
-struct attention {
-    const char *query, *k_cache, *v_cache;
-    char *out;
-    const int32_t *starts, *query_lens, *kv_lens, *tables; /* [requests] each, tables [requests, table_width] */
-    const float *sinks;                                    /* [heads], a score that takes weight only; may be null */
-    int64_t requests, table_width, block_size, heads, kv_heads, dim, query_stride;
-    int64_t window; /* tokens a query sees, itself included */
-    float scale;
-};
-
-/* What one thread works in, all float32. `padded` is dim, up to a multiple of 64. */
-struct scratch {
-    float *query, *keys, *values, *scores, *out, *top, *mass;
-    int64_t padded;
-};
-
-INLINE void transpose(__m512 r[LANES])
+INLINE struct rows rows_of(const struct attention *a, int64_t request, int64_t head, int64_t first, int64_t last)
 {
-    __m512 t[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        r[4 * i + 1] = _mm512_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        r[4 * i + 2] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        r[4 * i + 3] = _mm512_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        __m512 even01 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0x88), even23 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0x88);
-        __m512 odd01 = _mm512_shuffle_f32x4(r[c], r[4 + c], 0xdd), odd23 = _mm512_shuffle_f32x4(r[8 + c], r[12 + c], 0xdd);
-        t[c] = _mm512_shuffle_f32x4(even01, even23, 0x88);
-        t[8 + c] = _mm512_shuffle_f32x4(even01, even23, 0xdd);
-        t[4 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0x88);
-        t[12 + c] = _mm512_shuffle_f32x4(odd01, odd23, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        r[i] = t[i];
+    int64_t past = a->kv_lens[request] - a->query_lens[request];
+    return (struct rows){request, head, first, last, a->heads / a->kv_heads, past + first, a->starts[request] + first};
 }
 
-/* Where the keys of a group lie, in elements from the start of the cache; -1 for those outside [first, last). */
-INLINE void locate(const struct attention *a, const int32_t *table, int64_t head, int64_t base, int64_t first,
-                   int64_t last, int64_t at[GROUP])
+INLINE void load_rows(int kind, const struct attention *a, const struct rows *r, float *query, struct part state,
+                      int64_t padded)
 {
-    int64_t block = base / a->block_size, offset = base % a->block_size;
-    for (int64_t i = 0; i < GROUP; i++) {
-        at[i] = -1;
-        if (base + i >= first && base + i < last)
-            at[i] = ((table[block] * a->block_size + offset) * a->kv_heads + head) * a->dim;
-        if (++offset == a->block_size) {
-            block++;
-            offset = 0;
-        }
-    }
-}
-
-/* Brings the key and the value at `at` into the cache. */
-INLINE void fetch(int kind, const struct attention *a, int64_t at)
-{
-    if (at < 0)
-        return;
-    for (int64_t byte = 0; byte < a->dim * size_of(kind); byte += 64) {
-        _mm_prefetch(a->k_cache + at * size_of(kind) + byte, _MM_HINT_T0);
-        _mm_prefetch(a->v_cache + at * size_of(kind) + byte, _MM_HINT_T0);
-    }
-}
-
-/* Column r of the result is the key at at[r], dimensions d to d + 15. */
-INLINE void load_keys(int kind, const struct attention *a, const int64_t *at, int64_t d, __m512 columns[LANES])
-{
-#pragma GCC unroll 16
-    for (int r = 0; r < LANES; r++)
-        columns[r] = at[r] < 0 ? _mm512_setzero_ps() : load(a->k_cache, at[r] + d, kind);
-    transpose(columns);
-}
-
-/* Keys at `at` as [dim][64], values as [64][padded], zero where there are none; what lies at `next` is fetched. */
-INLINE void take(int kind, const struct attention *a, struct scratch *s, const int64_t at[GROUP],
-                 const int64_t next[GROUP])
-{
-    for (int64_t i = 0; i < GROUP; i += LANES)
-        for (int64_t d = 0; d < a->dim; d += LANES) {
-            __m512 columns[LANES];
-            load_keys(kind, a, at + i, d, columns);
-#pragma GCC unroll 16
-            for (int r = 0; r < LANES; r++)
-                _mm512_storeu_ps(s->keys + (d + r) * GROUP + i, columns[r]);
-        }
-    for (int64_t i = 0; i < GROUP; i++) {
-        fetch(kind, a, next[i]);
-        for (int64_t d = 0; d < a->dim; d += LANES) {
-            __m512 value = at[i] < 0 ? _mm512_setzero_ps() : load(a->v_cache, at[i] + d, kind);
-            _mm512_storeu_ps(s->values + i * s->padded + d, value);
-        }
-    }
-}
-
-/* out [rows, 64] += x [rows, depth] times y [depth, 64]; each sum is one chain over ascending depth. */
-INLINE void multiply_tile(int rows, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t depth,
-                          float *out, int64_t out_stride)
-{
-    __m512 sums[TILE][4];
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < 4; v++)
-            sums[r][v] = _mm512_loadu_ps(out + r * out_stride + v * LANES);
-    for (int64_t k = 0; k < depth; k++, y += y_stride) {
-        __m512 y0 = _mm512_loadu_ps(y), y1 = _mm512_loadu_ps(y + 16);
-        __m512 y2 = _mm512_loadu_ps(y + 32), y3 = _mm512_loadu_ps(y + 48);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            __m512 factor = _mm512_set1_ps(x[r * x_stride + k]);
-            sums[r][0] = _mm512_fmadd_ps(factor, y0, sums[r][0]);
-            sums[r][1] = _mm512_fmadd_ps(factor, y1, sums[r][1]);
-            sums[r][2] = _mm512_fmadd_ps(factor, y2, sums[r][2]);
-            sums[r][3] = _mm512_fmadd_ps(factor, y3, sums[r][3]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < 4; v++)
-            _mm512_storeu_ps(out + r * out_stride + v * LANES, sums[r][v]);
-}
-
-static void multiply(int64_t rows, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t depth,
-                     float *out, int64_t out_stride)
-{
-    for (int64_t r = 0; r < rows; r += TILE, x += TILE * x_stride, out += TILE * out_stride)
-        switch (at_most(TILE, rows - r)) {
-        case 1: multiply_tile(1, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        case 2: multiply_tile(2, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        case 3: multiply_tile(3, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        case 4: multiply_tile(4, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        case 5: multiply_tile(5, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        case 6: multiply_tile(6, x, x_stride, y, y_stride, depth, out, out_stride); break;
-        }
-}
-
-/* The same sums as `multiply` makes, in the same order, for up to 8 rows and without laying anything out. */
-INLINE void score_few(int kind, int rows, const struct attention *a, struct scratch *s, const int64_t at[GROUP],
-                      const int64_t next[GROUP])
-{
-    for (int64_t i = 0; i < GROUP; i += LANES) {
-        __m512 sums[FEW], columns[LANES];
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            sums[r] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < a->dim; d += LANES) {
-            load_keys(kind, a, at + i, d, columns);
-#pragma GCC unroll 16
-            for (int c = 0; c < LANES; c++)
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++)
-                    sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(s->query[r * a->dim + d + c]), columns[c], sums[r]);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
-            _mm512_storeu_ps(s->scores + r * GROUP + i, sums[r]);
-        for (int r = 0; r < LANES; r++)
-            fetch(kind, a, next[i + r]);
-    }
-}
-
-INLINE void sum_values(int kind, int rows, int vectors, const struct attention *a, struct scratch *s,
-                       const int64_t at[GROUP], int64_t d)
-{
-    __m512 sums[FEW][4];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            sums[r][v] = _mm512_loadu_ps(s->out + r * s->padded + d + v * LANES);
-    for (int64_t i = 0; i < GROUP; i++) {
-        if (at[i] < 0)
-            continue;
-        __m512 value[4];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            value[v] = load(a->v_cache, at[i] + d + v * LANES, kind);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            __m512 weight = _mm512_set1_ps(s->scores[r * GROUP + i]);
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                sums[r][v] = _mm512_fmadd_ps(weight, value[v], sums[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            _mm512_storeu_ps(s->out + r * s->padded + d + v * LANES, sums[r][v]);
-}
-
-INLINE void sum_few(int kind, int rows, int vectors, const struct attention *a, struct scratch *s,
-                    const int64_t at[GROUP])
-{
-    int64_t d = 0;
-    for (; d + vectors * LANES <= a->dim; d += vectors * LANES)
-        sum_values(kind, rows, vectors, a, s, at, d);
-    for (; d < a->dim; d += LANES)
-        sum_values(kind, rows, 1, a, s, at, d);
-}
-
-/* One row's scores of the keys from `base` become weights; it sees keys (position - window, position]. */
-INLINE void weigh(const struct attention *a, struct scratch *s, int64_t row, int64_t base, int64_t position)
-{
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    const __m512i last = _mm512_set1_epi32((int)(position - base));
-    const __m512i before = _mm512_set1_epi32((int)at_least(-1, position - base - a->window));
-    __m512 score[4], top = nothing;
-    for (int v = 0; v < 4; v++) {
-        __m512i key = _mm512_add_epi32(lanes, _mm512_set1_epi32(v * LANES));
-        __mmask16 is_seen = _mm512_cmple_epi32_mask(key, last) & _mm512_cmpgt_epi32_mask(key, before);
-        __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(s->scores + row * GROUP + v * LANES), _mm512_set1_ps(a->scale));
-        score[v] = _mm512_mask_mov_ps(nothing, is_seen, scaled);
-        top = _mm512_max_ps(top, score[v]);
-    }
-    float old = s->top[row], new = _mm512_reduce_max_ps(top);
-    new = new > old ? new : old;
-    if (new == -INFINITY) /* nothing seen so far: all weights are 0 */
-        new = -FLT_MAX;
-    __m512 sum = _mm512_setzero_ps();
-    for (int v = 0; v < 4; v++) {
-        __m512 weight = exponential(_mm512_sub_ps(score[v], _mm512_set1_ps(new)));
-        _mm512_storeu_ps(s->scores + row * GROUP + v * LANES, weight);
-        sum = _mm512_add_ps(sum, weight);
-    }
-    __m512 shrink = exponential(_mm512_set1_ps(old - new));
-    s->mass[row] = s->mass[row] * _mm512_cvtss_f32(shrink) + _mm512_reduce_add_ps(sum);
-    s->top[row] = new;
-    if (new != old)
-        for (int64_t d = 0; d < s->padded; d += LANES) {
-            float *out = s->out + row * s->padded + d;
-            _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_loadu_ps(out), shrink));
-        }
-}
-
-/* Adds one group of keys to the unit's rows, of which row r belongs to the token at position + r / share. */
-INLINE void add_group(int kind, const struct attention *a, struct scratch *s, int64_t rows, int64_t base,
-                      int64_t position, const int64_t at[GROUP], const int64_t next[GROUP])
-{
-    int64_t share = a->heads / a->kv_heads;
-    if (rows > FEW) {
-        take(kind, a, s, at, next);
-        memset(s->scores, 0, (size_t)(rows * GROUP) * sizeof(float));
-        multiply(rows, s->query, a->dim, s->keys, GROUP, a->dim, s->scores, GROUP);
-    } else if (rows > 4)
-        score_few(kind, 8, a, s, at, next);
-    else
-        score_few(kind, 4, a, s, at, next);
-    for (int64_t r = 0; r < rows; r++)
-        weigh(a, s, r, base, position + r / share);
-    if (rows > FEW)
-        for (int64_t d = 0; d < s->padded; d += GROUP)
-            multiply(rows, s->scores, GROUP, s->values + d, s->padded, GROUP, s->out + d, s->padded);
-    else if (rows > 4)
-        sum_few(kind, 8, 2, a, s, at);
-    else
-        sum_few(kind, 4, 4, a, s, at);
-}
-
-/* Tokens [first, last) of a request, all of which ask `head` of the cache. */
-INLINE void unit(int kind, const struct attention *a, struct scratch *s, int64_t request, int64_t head, int64_t first,
-                 int64_t last)
-{
-    int64_t share = a->heads / a->kv_heads, rows = (last - first) * share;
-    int64_t position = a->kv_lens[request] - a->query_lens[request] + first, token = a->starts[request] + first;
-    int64_t seen_from = at_least(0, position - a->window + 1), seen_to = position + last - first;
-    int64_t at[2][GROUP], base = seen_from / GROUP * GROUP;
-    const int32_t *table = a->tables + request * a->table_width;
-    locate(a, table, head, base, seen_from, seen_to, at[0]);
-    for (int64_t i = 0; i < GROUP; i++)
-        fetch(kind, a, at[0][i]);
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t from = (token + r / share) * a->query_stride + (head * share + r % share) * a->dim;
+    int64_t count = (r->last - r->first) * r->share;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t head = r->head * r->share + i % r->share, from = (r->token + i / r->share) * a->query_stride;
         for (int64_t d = 0; d < a->dim; d += LANES)
-            _mm512_storeu_ps(s->query + r * a->dim + d, load(a->query, from + d, kind));
-        s->top[r] = a->sinks ? a->sinks[head * share + r % share] : -INFINITY;
-        s->mass[r] = a->sinks ? 1.0f : 0.0f;
+            _mm512_storeu_ps(query + i * a->dim + d, load(a->query, from + head * a->dim + d, kind));
+        state.top[i] = a->sinks ? a->sinks[head] : -INFINITY;
+        state.mass[i] = a->sinks ? 1.0f : 0.0f;
     }
-    memset(s->out, 0, (size_t)(at_least(FEW, rows) * s->padded) * sizeof(float));
-    for (int turn = 0; base < seen_to; base += GROUP, turn ^= 1) {
-        locate(a, table, head, base + GROUP, seen_from, seen_to, at[turn ^ 1]);
-        add_group(kind, a, s, rows, base, position, at[turn], at[turn ^ 1]);
-    }
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t to = ((token + r / share) * a->heads + head * share + r % share) * a->dim;
+    memset(state.out, 0, (size_t)(count * padded) * sizeof(float));
+}
+
+INLINE void store_rows(int kind, const struct attention *a, const struct rows *r, struct part state, int64_t padded)
+{
+    for (int64_t i = 0; i < (r->last - r->first) * r->share; i++) {
+        int64_t head = r->head * r->share + i % r->share;
+        int64_t to = ((r->token + i / r->share) * a->heads + head) * a->dim;
         for (int64_t d = 0; d < a->dim; d += LANES) {
-            __m512 value = _mm512_loadu_ps(s->out + r * s->padded + d);
-            store(a->out, to + d, _mm512_div_ps(value, _mm512_set1_ps(s->mass[r])), kind);
+            __m512 value = _mm512_loadu_ps(state.out + i * padded + d);
+            store(a->out, to + d, _mm512_div_ps(value, _mm512_set1_ps(state.mass[i])), kind);
         }
     }
+}
+
+/* A unit of a prompt: its rows over all groups they see. */
+INLINE void attend_many(int kind, const struct attention *a, struct scratch *s, const struct rows *r)
+{
+    int64_t count = (r->last - r->first) * r->share;
+    int64_t seen_from = at_least(0, r->position - a->window + 1), seen_to = r->position + r->last - r->first;
+    int64_t at[2][GROUP], base = seen_from / GROUP * GROUP;
+    const int32_t *table = a->tables + r->request * a->table_width;
+    load_rows(kind, a, r, s->query, s->state, s->padded);
+    locate(a, table, r->head, base, seen_from, seen_to, at[0]);
+    for (int turn = 0; base < seen_to; base += GROUP, turn ^= 1) {
+        locate(a, table, r->head, base + GROUP, seen_from, seen_to, at[turn ^ 1]);
+        take(kind, a, s, at[turn], at[turn ^ 1]);
+        multiply(count, s->query, a->dim, s->keys, GROUP, a->dim, s->scores, GROUP);
+        for (int64_t i = 0; i < count; i++)
+            weigh(a, s, s->part, i, base, r->position + i / r->share);
+        for (int64_t d = 0; d < s->padded; d += GROUP)
+            multiply(count, s->scores, GROUP, s->values + d, s->padded, GROUP, s->part.out + d, s->padded);
+        for (int64_t i = 0; i < count; i++)
+            merge(s->state, s->part, i, s->padded);
+    }
+    store_rows(kind, a, r, s->state, s->padded);
+}
+
+/* What the group at `at` adds to up to 8 rows. */
+INLINE void add_few(int kind, const struct attention *a, struct scratch *s, const struct rows *r, const float *query,
+                    struct part part, int64_t base, const int64_t at[GROUP], const int64_t next[GROUP])
+{
+    int64_t count = (r->last - r->first) * r->share;
+    if (count > 4)
+        score_few(kind, 8, a, s, query, at, next);
+    else
+        score_few(kind, 4, a, s, query, at, next);
+    for (int64_t i = 0; i < count; i++)
+        weigh(a, s, part, i, base, r->position + i / r->share);
+    if (count > 4)
+        sum_few(kind, 8, 2, a, s, part.out, at);
+    else
+        sum_few(kind, 4, 4, a, s, part.out, at);
+}
+
+INLINE struct part part_at(struct part part, int64_t row, int64_t padded)
+{
+    return (struct part){part.top + row, part.mass + row, part.out + row * padded};
+}
+
+/*
+ * A unit of a decode: all heads over groups [from, to), 8 rows for each head. The parts go to kept[group][head], or
+ * with `kept` null are merged at once, group by group, and the result is stored.
+ */
+INLINE void attend_few(int kind, const struct attention *a, struct scratch *s, int64_t request, int64_t from,
+                       int64_t to, const struct part *kept)
+{
+    int64_t last = a->query_lens[request], past = a->kv_lens[request] - last;
+    int64_t seen_from = at_least(0, past - a->window + 1), seen_to = a->kv_lens[request];
+    const int32_t *table = a->tables + request * a->table_width;
+    int64_t at[2][GROUP], steps = (to - from) * a->kv_heads;
+    for (int64_t head = 0; head < a->kv_heads; head++) {
+        struct rows r = rows_of(a, request, head, 0, last);
+        load_rows(kind, a, &r, s->query + head * FEW * a->dim, part_at(s->state, head * FEW, s->padded), s->padded);
+    }
+    locate(a, table, 0, from * GROUP, seen_from, seen_to, at[0]);
+    for (int64_t step = 0; step < steps; step++) {
+        int64_t group = from + step / a->kv_heads, head = step % a->kv_heads;
+        int64_t next_group = from + (step + 1) / a->kv_heads, next_head = (step + 1) % a->kv_heads;
+        struct rows r = rows_of(a, request, head, 0, last);
+        int64_t to_key = step + 1 < steps ? seen_to : 0; /* nothing is fetched after the last */
+        locate(a, table, next_head, next_group * GROUP, seen_from, to_key, at[(step + 1) & 1]);
+        struct part part = kept ? part_at(*kept, (group * a->kv_heads + head) * FEW, s->padded) : s->part;
+        add_few(kind, a, s, &r, s->query + head * FEW * a->dim, part, group * GROUP, at[step & 1], at[(step + 1) & 1]);
+        if (!kept)
+            for (int64_t i = 0; i < last * r.share; i++)
+                merge(part_at(s->state, head * FEW, s->padded), part, i, s->padded);
+    }
+    for (int64_t head = 0; head < a->kv_heads && !kept; head++) {
+        struct rows r = rows_of(a, request, head, 0, last);
+        store_rows(kind, a, &r, part_at(s->state, head * FEW, s->padded), s->padded);
+    }
+}
+
+/* The end of a decode in several units: its parts [group][head] in ascending order. */
+INLINE void merge_kept(int kind, const struct attention *a, struct scratch *s, int64_t request, int64_t head,
+                       const struct part *kept, int64_t first_group, int64_t groups)
+{
+    struct rows r = rows_of(a, request, head, 0, a->query_lens[request]);
+    load_rows(kind, a, &r, s->query, s->state, s->padded);
+    for (int64_t group = first_group; group < first_group + groups; group++)
+        for (int64_t i = 0; i < r.last * r.share; i++)
+            merge(s->state, part_at(*kept, (group * a->kv_heads + head) * FEW, s->padded), i, s->padded);
+    store_rows(kind, a, &r, s->state, s->padded);
+}
+
+/* How one request is cut. */
+struct plan {
+    int64_t end;                 /* units of the requests up to and with this one */
+    int64_t units;               /* of this one */
+    int64_t first_group, groups; /* that its rows see; 0 groups: a prompt */
+    float *kept;                 /* parts of a decode in several units, else null */
+};
+
+/* The kept parts of a decode, so shifted that they are found by the group's number. */
+INLINE struct part kept_parts(const struct attention *a, const struct plan *p, int64_t padded)
+{
+    int64_t rows = p->groups * a->kv_heads * FEW, before = p->first_group * a->kv_heads * FEW;
+    float *memory = p->kept;
+    return (struct part){memory - before, memory + rows - before, memory + 2 * rows - before * padded};
+}
+
+INLINE void run_unit(int kind, const struct attention *a, struct scratch *s, int64_t request, const struct plan *p,
+                     int64_t unit, int64_t tokens)
+{
+    if (p->groups) {
+        int64_t from = p->first_group + p->groups * unit / p->units;
+        int64_t to = p->first_group + p->groups * (unit + 1) / p->units;
+        struct part kept = kept_parts(a, p, s->padded);
+        attend_few(kind, a, s, request, from, to, p->kept ? &kept : NULL);
+        return;
+    }
+    int64_t first = unit / a->kv_heads * tokens;
+    struct rows r = rows_of(a, request, unit % a->kv_heads, first, at_most(first + tokens, a->query_lens[request]));
+    attend_many(kind, a, s, &r);
 }
 
 INLINE float *cut(float **memory, int64_t count)
@@ -328,44 +181,85 @@ INLINE float *cut(float **memory, int64_t count)
     return piece;
 }
 
+INLINE struct part cut_part(float **memory, int64_t rows, int64_t padded)
+{
+    float *top = cut(memory, rows), *mass = cut(memory, rows);
+    return (struct part){top, mass, cut(memory, rows * padded)};
+}
+
+INLINE int64_t floats_of_part(int64_t rows, int64_t padded) { return rows * (padded + 2) + 2 * LANES; }
+
+/*
+ * Cuts all requests; the result is how many floats the kept parts need. Decodes are cut by groups only when there are
+ * too few of them to occupy the threads.
+ */
+static int64_t make_plans(const struct attention *a, int64_t tokens, int64_t padded, int threads, struct plan *plans)
+{
+    int64_t share = a->heads / a->kv_heads, decodes = 0, end = 0, kept = 0;
+    for (int64_t i = 0; i < a->requests; i++)
+        decodes += a->query_lens[i] * share <= FEW;
+    int64_t wanted = threads == 1 || decodes == 0 ? 1 : (4 * threads + decodes - 1) / decodes; /* units of a decode */
+    for (int64_t i = 0; i < a->requests; i++) {
+        struct plan *p = plans + i;
+        *p = (struct plan){.units = (a->query_lens[i] + tokens - 1) / tokens * a->kv_heads};
+        if (a->query_lens[i] * share <= FEW) {
+            p->first_group = at_least(0, a->kv_lens[i] - a->query_lens[i] - a->window + 1) / GROUP;
+            p->groups = (a->kv_lens[i] + GROUP - 1) / GROUP - p->first_group;
+            p->units = at_most(p->groups, wanted);
+            kept += p->units > 1 ? floats_of_part(p->groups * a->kv_heads * FEW, padded) : 0;
+        }
+        p->end = end += p->units;
+    }
+    return kept;
+}
+
 /* All units of all requests; the longest waits come first, so that threads end together. False: out of memory. */
 static int run(int kind, const struct attention *a, int threads)
 {
     int64_t share = a->heads / a->kv_heads, tokens = at_least(1, QUERIES / share);
-    int64_t rows = at_least(FEW, tokens * share);
-    int64_t padded = (a->dim + GROUP - 1) / GROUP * GROUP;
-    int64_t ends[a->requests + 1]; /* units of the requests before */
-    ends[0] = 0;
-    for (int64_t i = 0; i < a->requests; i++)
-        ends[i + 1] = ends[i] + (a->query_lens[i] + tokens - 1) / tokens * a->kv_heads;
-    int64_t units = ends[a->requests];
-    int64_t floats = rows * (a->dim + padded + GROUP) + GROUP * (a->dim + padded) + 2 * rows + 7 * LANES;
-    float *memory = aligned_alloc(64, (size_t)((floats * 4 * threads + 63) / 64 * 64));
-    if (!memory)
+    int64_t rows = at_least(FEW * a->kv_heads, tokens * share), padded = (a->dim + GROUP - 1) / GROUP * GROUP;
+    int64_t own = rows * (a->dim + GROUP) + GROUP * (a->dim + padded) + 2 * floats_of_part(rows, padded) + 4 * LANES;
+    struct plan *plans = malloc((size_t)a->requests * sizeof *plans);
+    int64_t kept = plans ? make_plans(a, tokens, padded, threads, plans) : 0;
+    float *memory = plans ? malloc((size_t)(own * threads + kept) * sizeof(float)) : NULL;
+    if (!memory) {
+        free(plans);
         return 0;
-#pragma omp parallel num_threads(units > 1 ? threads : 1)
+    }
+    float *next = memory + own * threads;
+    for (int64_t i = 0; i < a->requests; i++)
+        if (plans[i].groups && plans[i].units > 1) {
+            plans[i].kept = next;
+            next += floats_of_part(plans[i].groups * a->kv_heads * FEW, padded);
+        }
+#pragma omp parallel num_threads(plans[a->requests - 1].end > 1 ? threads : 1)
     {
-        float *own = memory + omp_get_thread_num() * floats;
+        float *mine = memory + omp_get_thread_num() * own;
+        memset(mine, 0, (size_t)own * sizeof(float)); /* padding is read */
         struct scratch s = {.padded = padded};
-        s.query = cut(&own, rows * a->dim);
-        s.keys = cut(&own, GROUP * a->dim);
-        s.values = cut(&own, GROUP * padded);
-        s.scores = cut(&own, rows * GROUP);
-        s.out = cut(&own, rows * padded);
-        s.top = cut(&own, rows);
-        s.mass = cut(&own, rows);
-        memset(memory + omp_get_thread_num() * floats, 0, (size_t)floats * sizeof(float)); /* padding is read */
+        s.query = cut(&mine, rows * a->dim);
+        s.keys = cut(&mine, GROUP * a->dim);
+        s.values = cut(&mine, GROUP * padded);
+        s.scores = cut(&mine, rows * GROUP);
+        s.state = cut_part(&mine, rows, padded);
+        s.part = cut_part(&mine, rows, padded);
         int64_t request = a->requests - 1;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t u = units - 1; u >= 0; u--) {
-            while (ends[request] > u)
+        for (int64_t u = plans[a->requests - 1].end - 1; u >= 0; u--) {
+            while (plans[request].end - plans[request].units > u)
                 request--;
-            int64_t first = (u - ends[request]) / a->kv_heads * tokens;
-            unit(kind, a, &s, request, (u - ends[request]) % a->kv_heads, first,
-                 at_most(first + tokens, a->query_lens[request]));
+            run_unit(kind, a, &s, request, plans + request, u - (plans[request].end - plans[request].units), tokens);
         }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a->requests * a->kv_heads; i++)
+            if (plans[i / a->kv_heads].kept) {
+                const struct plan *p = plans + i / a->kv_heads;
+                const struct part all = kept_parts(a, p, padded);
+                merge_kept(kind, a, &s, i / a->kv_heads, i % a->kv_heads, &all, p->first_group, p->groups);
+            }
     }
     free(memory);
+    free(plans);
     return 1;
 }
 
