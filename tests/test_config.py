@@ -1,8 +1,11 @@
 """Configuration: the file, the flags over it, and what is refused by name."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from pd_service.config import ServiceConfig, load_config
 from pd_service.errors import ConfigError, EngineFailed, Overloaded, PdError, TransferFailed, from_code
@@ -69,3 +72,32 @@ def test_every_error_has_a_real_grpc_status() -> None:
     for kind in tree(PdError):
         assert kind.grpc_status in grpc.StatusCode.__members__
         assert 400 <= kind.http_code < 600
+
+
+def test_the_deployed_file_names_every_setting_with_its_default() -> None:
+    path = Path(__file__).parent.parent / "deploy" / "cluster-cpu.yaml"
+    config = load_config(path, {})
+    assert config == load_config(None, {})
+    assert yaml.safe_load(path.read_text()).keys() == ServiceConfig.model_fields.keys()
+    _assert_all_named(yaml.safe_load(path.read_text()), config)
+
+
+def _assert_all_named(given: dict[str, Any], section: BaseModel) -> None:
+    assert given.keys() == type(section).model_fields.keys()
+    for name, value in given.items():
+        if isinstance(inner := getattr(section, name), BaseModel):
+            _assert_all_named(value, inner)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"engine.speculative.method": "magic"}, "engine.speculative.method: Input should be 'none', 'ngram' or 'mtp'"),
+        ({"engine.speculative.num_tokens": 0}, "engine.speculative.num_tokens"),
+        ({"engine.speculative.ngram_min": 5}, r"ngram_min \(5\) must not be more than ngram_max \(4\)"),
+        ({"engine.max_preemptions": -1}, "engine.max_preemptions"),
+    ],
+)
+def test_engine_settings_that_make_no_sense_are_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, change)
