@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3TextConfig
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
 from pd_service.models.gemma3 import Gemma3Config as OurConfig
-from tests.model_parity import FamilyLaws, edit_json, reference_logits, save_random, some_prompts
+from tests.model_parity import FamilyLaws, count_parameters, edit_json, reference_logits, save_random, some_prompts
 from tests.model_runner import Runner, load
 
 LINEAR = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
@@ -76,6 +76,28 @@ def test_the_text_model_of_one_with_vision_is_computed(prefix: str, tmp_path: Pa
     ours = Runner(load(directory), block_size=4, is_scattered=True).logits(prompts, 7)
     for mine, theirs in zip(ours, reference_logits(directory, prompts), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_released_models_have_their_number_of_parameters(tmp_path: Path) -> None:
+    gemma_3_1b = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 262_144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "sliding_window": 512,
+    }
+    text_of_4b = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    gemma_3_4b = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text_of_4b,
+    }
+    assert count_parameters(gemma_3_1b, tmp_path) == 999_885_952
+    assert count_parameters(gemma_3_4b, tmp_path) == 3_880_263_168
 
 
 def test_the_end_of_the_whole_model_prevails_over_that_of_its_text(tmp_path: Path) -> None:

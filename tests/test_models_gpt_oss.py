@@ -12,7 +12,7 @@ from transformers import GptOssConfig
 from pd_service.errors import ConfigError
 from pd_service.models.config import load_model_config
 from pd_service.models.gpt_oss import GptOssConfig as OurConfig
-from tests.model_parity import FamilyLaws
+from tests.model_parity import FamilyLaws, count_parameters
 
 YARN = {  # as released, but for a context short enough that tests leave it
     "rope_type": "yarn",
@@ -61,6 +61,13 @@ class TestGptOss(FamilyLaws):
         ),
     }
     shards: ClassVar = {"other types, no bias, sharded": 3}
+
+
+def test_released_models_have_their_number_of_parameters(tmp_path: Path) -> None:
+    gpt_oss_120b = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
+    gpt_oss_20b = gpt_oss_120b | {"num_hidden_layers": 24, "num_local_experts": 32}
+    assert count_parameters(gpt_oss_120b, tmp_path) == 116_829_156_672
+    assert count_parameters(gpt_oss_20b, tmp_path) == 20_914_757_184
 
 
 def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:

@@ -77,7 +77,7 @@ def clipped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     Both are cut at `limit`, up at -`limit` as well (gpt-oss model card, arXiv 2508.10925).
     """
     # torch's exponential has other last bits at the end of a run of memory; the rows of `gate` lie apart, each is one.
-    gate, up = x.unflatten(1, (-1, 2)).mT.clone(memory_format=torch.contiguous_format).unbind(1)
+    gate, up = x.reshape(x.shape[0], x.shape[1] // 2, 2).mT.clone(memory_format=torch.contiguous_format).unbind(1)
     scaled = gate.clamp_(max=limit).mul_(alpha)
     return F.silu(scaled).mul_(up.clamp_(-limit, limit).add_(1.0)).div_(alpha)
 
@@ -168,6 +168,7 @@ def _attend(
 
 
 SCORES_AT_ONCE = 2**20  # bounds what `latent_attention` holds beside its result: 4 MB of float32, twice
+FEW_QUERIES = 32  # get the bits they would get one by one, so that guesses are verified as plain decoding chooses
 
 
 def latent_attention(
@@ -191,6 +192,8 @@ def latent_attention(
     for read in _reads(metadata, attn_type, None):
         latent, rope = read.take(nope_cache, nope_slots)[0, 0], read.take(rope_cache, rope_slots)[0, 0]
         at_once = max(1, SCORES_AT_ONCE // (read.length * out.shape[1]))
+        if read.query_len <= FEW_QUERIES and out.dtype == torch.float32:
+            at_once = 1  # float32 sums depend on the number of rows, those of bfloat16 do not
         for first in range(0, read.query_len, at_once):
             rows = slice(read.start + first, read.start + min(first + at_once, read.query_len))
             visible = read.length - (read.start + read.query_len - rows.stop)  # by the last query of these rows
