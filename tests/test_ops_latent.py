@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_service.ops import cpu, get_ops
+from pd_service.ops.metadata import ForwardMetadata
 from tests.test_ops import DIM, FULL, Batch, make_batch
 
 torch.set_num_threads(1)
@@ -20,9 +21,12 @@ def latent_batch(lens: list[tuple[int, int]], *, block_size: int, heads: int, sc
     return make_batch(lens, block_size=block_size, kv_heads=1, group=heads, window=None, scattered=scattered)
 
 
-def attend(batch: Batch, q_rope: torch.Tensor, at_once: int = cpu.SCORES_AT_ONCE) -> torch.Tensor:
+def attend(
+    batch: Batch, q_rope: torch.Tensor, at_once: int = cpu.SCORES_AT_ONCE, few: int = cpu.FEW_QUERIES
+) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "SCORES_AT_ONCE", at_once)
+        patch.setattr(cpu, "FEW_QUERIES", few)
         return ops.latent_attention(batch.query, q_rope, batch.k_cache, batch.v_cache, batch.metadata, FULL, SCALE)
 
 
@@ -45,13 +49,14 @@ def brute_force(batch: Batch, q_rope: torch.Tensor) -> torch.Tensor:
     heads=st.sampled_from([1, 4]),
     scattered=st.booleans(),
     at_once=st.sampled_from([1, 50, 300, cpu.SCORES_AT_ONCE]),
+    few=st.sampled_from([1, cpu.FEW_QUERIES]),
     seed=st.integers(0, 2**16),
 )
-def test_latent_attention_sees_exactly_the_past(lens, block_size, heads, scattered, at_once, seed) -> None:
+def test_latent_attention_sees_exactly_the_past(lens, block_size, heads, scattered, at_once, few, seed) -> None:
     torch.manual_seed(seed)
     batch = latent_batch(lens, block_size=block_size, heads=heads, scattered=scattered)
     q_rope = torch.randn(batch.query.shape)
-    torch.testing.assert_close(attend(batch, q_rope, at_once), brute_force(batch, q_rope), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(batch, q_rope, at_once, few), brute_force(batch, q_rope), rtol=1e-4, atol=1e-5)
 
 
 def test_latent_attention_does_not_depend_on_where_blocks_lie_or_who_shares_the_batch() -> None:
@@ -70,6 +75,31 @@ def test_latent_attention_does_not_depend_on_where_blocks_lie_or_who_shares_the_
         alone.query = batch.query[own]
         assert torch.equal(attend(alone, q_rope[own]), together[own])
         start += query_len
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("query_len", [2, 17, cpu.FEW_QUERIES])
+def test_a_few_queries_get_the_bits_they_would_get_one_by_one(query_len: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    past, heads, rank, rope_dim = 75, 4, 48, 16
+    num_blocks = 1 + -(-(past + query_len) // 4)
+    caches = [torch.randn(num_blocks, 4, 1, dim).to(dtype) for dim in (rank, rope_dim)]
+    queries = [torch.randn(query_len, heads, dim).to(dtype) for dim in (rank, rope_dim)]
+    table = torch.arange(1, num_blocks, dtype=torch.int32).unsqueeze(0)
+
+    def attend_from(first: int, count: int) -> torch.Tensor:
+        metadata = ForwardMetadata(
+            query_lens=[count],
+            kv_lens=[past + first + count],
+            block_size=4,
+            block_table={FULL: table},
+            slot_mapping={},
+        )
+        own = [query[first : first + count] for query in queries]
+        return ops.latent_attention(*own, *caches, metadata, FULL, SCALE)
+
+    one_by_one = torch.cat([attend_from(i, 1) for i in range(query_len)])
+    assert torch.equal(attend_from(0, query_len), one_by_one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
