@@ -16,6 +16,9 @@ from pd_service.engine.ngram import NgramIndex
 from pd_service.engine.speculation import accept
 from pd_service.engine.step import SampledToken
 from pd_service.request import EngineRequest, EngineSampling, RequestId
+from tests.model_parity import save_random
+from tests.test_models_deepseek import YARN, v3
+from tests.test_models_deepseek_draft import add_layer
 
 torch.set_num_threads(1)
 REPEATED = [5, 6, 7, 8, 9] * 6
@@ -116,3 +119,21 @@ def test_guesses_from_the_prompt_change_no_output(tiny_model_dir: Path, num_toke
     counters = engine.scheduler.counters
     assert 0 < counters.accepted_tokens < counters.drafted_tokens
     assert (counters.preemptions > 0) == (kv_cache_bytes < 2**20)
+
+
+@pytest.fixture(scope="module")
+def drafting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_layer(save_random(v3(rope_parameters=YARN), tmp_path_factory.mktemp("drafting")))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5])
+@pytest.mark.parametrize("kv_cache_bytes", [2**22, 130_000], ids=["roomy", "preempting"])
+def test_guesses_of_a_draft_layer_change_no_output(drafting_dir: Path, num_tokens: int, kv_cache_bytes: int) -> None:
+    plain, _ = outputs(drafting_dir, SpeculativeSettings(), SAMPLINGS)
+    guessing = SpeculativeSettings(method="mtp", num_tokens=num_tokens)
+    guessed, engine = outputs(drafting_dir, guessing, SAMPLINGS, kv_cache_bytes=kv_cache_bytes)
+    assert guessed == plain
+    counters = engine.scheduler.counters
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
+    assert (counters.preemptions > 0) == (kv_cache_bytes < 2**20)
+    assert len(engine.worker.cache_info.layer_infos) == 4  # the draft layer's among them
