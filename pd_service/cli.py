@@ -203,11 +203,12 @@ def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
 
 @app.command()
 def status(address: Address = DEFAULT_ADDRESS) -> None:
-    """Show pools and engines."""
+    """Show pools, engines and what they have done."""
     with grpc.insecure_channel(address, options=channel_options()) as channel:
         answer = admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5)
     console.print(views.pools_table(answer))
     console.print(views.engines_table(answer))
+    console.print(views.work_table(answer))
 
 
 # ---- doctor, models

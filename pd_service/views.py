@@ -97,6 +97,25 @@ def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
     return [name, member.state, *map(str, (status.pid, load.running, load.waiting, used, status.leases, status.pulls))]
 
 
+def work_table(status: admin_pb2.StatusResponse) -> Table:
+    """What each engine has done since its start: where the KV of tokens came from, and what guesses were worth."""
+    table = Table(caption="tokens since the engine's start; guesses are those of speculative decoding")
+    table.add_column("engine", no_wrap=True)
+    for column in ("computed", "from cache", "received", "guesses right", "preempted"):
+        table.add_column(column, justify="right")
+    for engine in status.engines:
+        if not engine.problem:
+            table.add_row(*_work_row(engine))
+    return table
+
+
+def _work_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
+    done = engine.status
+    guesses = f"{done.accepted_tokens}/{done.drafted_tokens}" if done.drafted_tokens else "-"
+    numbers = (done.computed_tokens, done.cached_tokens, done.received_tokens)
+    return [engine.member.engine_id, *(f"{number:,}" for number in numbers), guesses, str(done.preemptions)]
+
+
 def findings_table(findings: Sequence[Finding]) -> Table:
     table = _table("pd-service doctor", "check", "", "finding")
     for finding in findings:

@@ -53,7 +53,7 @@ def test_generate_streams_text_and_ends_with_the_phases(service: Served) -> None
 def test_status_shows_pools_and_engines(service: Served) -> None:
     done = cli("status", "--address", service.grpc_address)
     assert done.returncode == 0, done.stderr
-    for word in ("prefill", "decode", "ready", "leases", "KV blocks"):
+    for word in ("prefill", "decode", "ready", "leases", "KV blocks", "computed", "from cache", "received"):
         assert word in done.stdout
 
 

@@ -1,38 +1,38 @@
-"""Laws of what `generate` shows."""
+"""What the command line's tables say of a status."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from io import StringIO
+
 from rich.console import Console
 
-from pd_service.rpc import generation_pb2 as pb
-from pd_service.views import AnswersInTurn, phases_table
+from pd_service import views
+from pd_service.rpc import admin_pb2, engine_pb2
 
 
-@given(st.data(), st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_answers_are_shown_whole_and_one_after_another_however_they_come(
-    data: st.DataObject, num_deltas: list[int]
-) -> None:
-    """And nothing that can be shown waits."""
-    answers = [
-        [*(pb.GenerateResponse(delta=pb.Delta(text=f"{i}.{k}", index=i)) for k in range(num)),
-         pb.GenerateResponse(finish=pb.Finish(index=i, completion_tokens=num))]
-        for i, num in enumerate(num_deltas)
-    ]  # fmt: skip
-    turns, shown, coming = AnswersInTurn(), [], [list(answer) for answer in answers]
-    while any(coming):
-        index = data.draw(st.sampled_from([i for i, rest in enumerate(coming) if rest]))
-        shown += turns.take(coming[index].pop(0))
-        turn = next((i for i, rest in enumerate(coming) if rest), len(coming))
-        assert len(shown) == sum(len(a) for a in answers[:turn]) + (
-            len(answers[turn]) - len(coming[turn]) if turn < len(answers) else 0
-        )
-    assert shown == [r.delta if r.HasField("delta") else r.finish for answer in answers for r in answer]
+def shown(status: admin_pb2.StatusResponse) -> list[list[str]]:
+    """The rows of the table of work on a terminal of 80 columns, cell by cell."""
+    console = Console(file=StringIO(), width=80)
+    console.print(views.work_table(status))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "/" in line and "│" in line]
 
 
-def test_the_table_tells_how_much_of_the_prompt_was_cached() -> None:
-    console = Console(width=80, file=None)
-    with console.capture() as captured:
-        console.print(phases_table(pb.Finish(reason="stop", prompt_tokens=40, cached_tokens=32)))
-    assert "32 tokens cached" in captured.get()
+def member(engine_id: str, **done: int) -> admin_pb2.EngineMemberStatus:
+    status = engine_pb2.EngineStatus(**done)  # type: ignore[arg-type]
+    return admin_pb2.EngineMemberStatus(member=admin_pb2.Member(engine_id=engine_id), status=status)
+
+
+def test_work_names_where_tokens_came_from_and_what_guesses_were_worth() -> None:
+    busy = {"computed_tokens": 1234567, "cached_tokens": 89, "received_tokens": 4321, "preemptions": 3}
+    status = admin_pb2.StatusResponse(
+        engines=[
+            member("decode/1", drafted_tokens=60, accepted_tokens=31, **busy),
+            member("prefill/0", **busy),
+            admin_pb2.EngineMemberStatus(member=admin_pb2.Member(engine_id="decode/2"), problem="does not answer"),
+        ]
+    )
+    assert shown(status) == [
+        ["decode/1", "1,234,567", "89", "4,321", "31/60", "3"],
+        ["prefill/0", "1,234,567", "89", "4,321", "-", "3"],
+    ]
