@@ -1,12 +1,12 @@
 """Steps of vLLM's engine, for `benchmarks.engine`: run by the Python of a vLLM environment.
 
 Imports nothing of this project. The only argument is JSON: `model`, `dtype`, `batched_tokens`, `max_model_len`,
-`max_seqs`, and `eager` (true leaves vLLM's compilation out). Every line on stdin is one task in JSON: `prompts`, token
-ids of requests that start together, and `new_tokens`, greedy tokens of each; every line on stdout answers one with
-`times_s`, the seconds of every engine step in order, and `tokens`, the new ids of each request. The first line on
-stdout, unasked, names vLLM's version.
+`max_seqs`, and `eager` (true leaves vLLM's compilation out). Every line on stdin is one task in JSON, every line on
+stdout answers one with `times_s`, the seconds of the engine's steps in order. `{"start": prompts}` submits token ids
+and runs until every request has its first token, `{"steps": n}` runs n more steps, `{"stop": true}` aborts everything.
+The first line on stdout, unasked, names vLLM's version.
 
-The engine runs in this process (no second one, no HTTP), text is not made, and no prefix is cached, so that a step is
+The engine runs in this process (no second one, no HTTP), text is not made and no prefix is cached, so that a step is
 scheduling, model and sampling, as it is on our side. Between tasks the process blocks on stdin.
 """
 
@@ -36,19 +36,43 @@ def make_engine(options: dict[str, Any]) -> Any:
     return llm.llm_engine
 
 
-def run(engine: Any, task: dict[str, Any], name: int) -> dict[str, Any]:
-    from vllm import SamplingParams
+class Run:
+    """The requests of one engine; tokens are greedy and never end by themselves."""
 
-    params = SamplingParams(temperature=0.0, max_tokens=task["new_tokens"], ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(task["prompts"]):
-        engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params)
-    times_s, tokens = [], {}
-    while engine.has_unfinished_requests():
+    def __init__(self, engine: Any) -> None:
+        from vllm import SamplingParams
+
+        self._engine = engine
+        self._params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, detokenize=False)
+        self._names: list[str] = []
+        self._num_started = 0
+
+    def start(self, prompts: list[list[int]]) -> list[float]:
+        for prompt in prompts:
+            self._names.append(str(self._num_started))
+            self._num_started += 1
+            self._engine.add_request(self._names[-1], {"prompt_token_ids": prompt}, self._params)
+        times_s, waiting = [], set(self._names)
+        while waiting:
+            times_s.append(self._step(waiting))
+        return times_s
+
+    def steps(self, count: int) -> list[float]:
+        return [self._step(set()) for _ in range(count)]
+
+    def stop(self) -> list[float]:
+        self._engine.abort_request(self._names)
+        self._names = []
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return []
+
+    def _step(self, waiting: set[str]) -> float:
         start = time.perf_counter()
-        outputs = engine.step()
-        times_s.append(time.perf_counter() - start)
-        tokens |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-    return {"times_s": times_s, "tokens": [tokens[f"{name}-{index}"] for index in range(len(task["prompts"]))]}
+        outputs = self._engine.step()
+        spent = time.perf_counter() - start
+        waiting -= {output.request_id for output in outputs if output.outputs[0].token_ids}
+        return spent
 
 
 def main() -> None:
@@ -58,8 +82,14 @@ def main() -> None:
 
     engine = make_engine(json.loads(sys.argv[1]))
     print(json.dumps({"version": vllm.__version__}), file=answers, flush=True)
-    for name, line in enumerate(sys.stdin):
-        print(json.dumps(run(engine, json.loads(line), name)), file=answers, flush=True)
+    run = Run(engine)
+    for line in sys.stdin:
+        task = json.loads(line)
+        if "start" in task:
+            times_s = run.start(task["start"])
+        else:
+            times_s = run.steps(task["steps"]) if "steps" in task else run.stop()
+        print(json.dumps({"times_s": times_s}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
