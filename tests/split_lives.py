@@ -19,7 +19,8 @@ from pd_service.engine.messages import Cancel, Hold, KvArrived, KvFailed, Messag
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId
-from tests.integer_model import VOCAB
+from tests.integer_model import VOCAB, Attention
+from tests.integer_reference import continuation
 from tests.split_engines import Split, check_same_kv, plan_pull, read
 from tests.stepped_engine import SteppedEngine
 from transfer.planes.base import Runs
@@ -44,6 +45,7 @@ class Life:
     sampling: EngineSampling
     salt: str
     priority: int
+    expected: list[int]  # the model's own
     output: list[int] = field(default_factory=list)
     attempt: int = 0
     stage: Stage = Stage.WAITING
@@ -84,12 +86,16 @@ class Pull:
 class Lives:
     """`seen` counts what has happened, so that a test can tell whether it tested anything."""
 
-    def __init__(self, draw: random.Random, split: Split, *, num_lives: int, max_tokens: int) -> None:
+    def __init__(
+        self, draw: random.Random, attention: Attention, split: Split, *, num_lives: int, max_tokens: int
+    ) -> None:
         self._draw = draw
+        self._attention = attention
         self._split = split
         self._num_to_come = num_lives
         self._max_tokens = max_tokens  # of one request, prompt and output
-        self._texts = [tuple(draw.randrange(VOCAB) for _ in range(max_tokens)) for _ in range(2)]
+        first, other, *rest = draw.sample(range(VOCAB), max_tokens + 1)
+        self._texts = [(first, *rest), (other, *rest)]  # alike but for what stands before
         self._inbox: dict[SteppedEngine, list[Message]] = {split.prefill: [], split.decode: []}
         self._pulls: dict[RequestId, Pull] = {}
         self._of_attempt: dict[RequestId, Life] = {}
@@ -113,7 +119,7 @@ class Lives:
             self._arrive()
         elif chance < 0.3:
             self._go_on()
-        elif chance < 0.33:
+        elif chance < 0.315:
             self._cancel()
         elif chance < 0.45:
             self._pull_on()
@@ -125,20 +131,26 @@ class Lives:
     # ---- what clients and gateway do
 
     def _arrive(self) -> None:
-        """A prompt that begins as others do, and goes on by itself."""
+        """A prompt that begins as others do, and goes on by itself; some output meets a token that ends it."""
         draw = self._draw
         self._num_to_come -= 1
-        num_new = draw.randrange(4)
         num_shared = draw.randrange(1, self._max_tokens * 2 // 3)
-        own = tuple(draw.randrange(VOCAB) for _ in range(num_new))
-        prompt = draw.choice(self._texts)[:num_shared] + own
+        prompt = draw.choice(self._texts)[:num_shared] + tuple(draw.sample(range(VOCAB), draw.randrange(4)))
+        sampling = draw.choice([EngineSampling(), EngineSampling(temperature=1.0, seed=draw.randrange(100))])
+        count = draw.randint(1, self._max_tokens - len(prompt))
+        expected = continuation(self._attention, prompt, count, sampling)
+        if draw.random() < 0.2:
+            stop = draw.choice(expected)
+            expected = expected[: expected.index(stop)]
+            sampling = replace(sampling, stop_token_ids=frozenset({stop}))
         life = Life(
             name=f"life-{len(self.lives)}",
             prompt=prompt,
-            count=draw.randint(1, self._max_tokens - len(prompt)),
-            sampling=draw.choice([EngineSampling(), EngineSampling(temperature=1.0, seed=draw.randrange(100))]),
+            count=count,
+            sampling=sampling,
             salt=draw.choice(["", "", "other"]),
             priority=draw.choice([0, 0, 1]),
+            expected=expected,
         )
         self.lives.append(life)
 

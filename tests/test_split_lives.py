@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.integer_model import VARIANTS, Attention, integer_models
-from tests.integer_reference import continuation
 from tests.split_engines import Split
 from tests.split_lives import Lives, Stage
 from tests.stepped_engine import Shape
 
 SOAK = max(1, int(os.environ.get("PD_SOAK", "1")))
-NUM_WORLDS = 12 * SOAK
+NUM_WORLDS = 16 * SOAK
 MAX_TOKENS = 40
 
 
@@ -40,7 +39,7 @@ def new_split(draw: random.Random, model_dir: Path) -> Split:
             num_drafts=num_drafts,
             chunk=draw.choice([5, 8, 33]),
             max_requests=draw.choice([2, 5]),
-            num_tokens=draw.choice([48, 64, 96]),
+            num_tokens=draw.choice([40, 48, 64]),
             max_model_len=MAX_TOKENS,
         )
 
@@ -50,18 +49,16 @@ def new_split(draw: random.Random, model_dir: Path) -> Split:
 def live(model_dir: Path, attention: Attention, seed: int) -> Counter[str]:
     draw = random.Random(seed)
     split = new_split(draw, model_dir)
-    lives = Lives(draw, split, num_lives=12, max_tokens=MAX_TOKENS)
+    lives = Lives(draw, attention, split, num_lives=16, max_tokens=MAX_TOKENS)
     lives.run()
-    assert len(lives.lives) == 12
+    assert len(lives.lives) == 16
     for life in lives.lives:
-        expected = continuation(attention, life.prompt, life.count, life.sampling)
-        if life.stage is Stage.CANCELLED:
-            expected = expected[: len(life.output)]
-        assert life.output == expected, life
+        is_cut = life.stage is Stage.CANCELLED
+        assert life.output == (life.expected[: len(life.output)] if is_cut else life.expected), life
     for name, engine in (("prefill", split.prefill), ("decode", split.decode)):
         assert engine.is_empty, name
         counters = engine.core.scheduler.counters
-        lives.seen[f"preempted on {name}"] += counters.preemptions
+        lives.seen["preempted"] += counters.preemptions
         lives.seen[f"found in the cache of {name}"] += counters.cached_tokens
         lives.seen["guesses that were right"] += counters.accepted_tokens
     return lives.seen
@@ -81,7 +78,6 @@ def test_whatever_happens_the_output_is_the_models_own_and_no_block_is_left(
     happened = {
         "cancelled: waiting",
         "cancelled: prompt",
-        "cancelled: ticket",
         "cancelled: decode",
         "lease ended",
         "lease ended under a pull",
@@ -95,5 +91,5 @@ def test_whatever_happens_the_output_is_the_models_own_and_no_block_is_left(
         "guesses that were right",
     }
     if attention != "window":  # its blocks are enough for every seat
-        happened |= {"preempted on prefill", "preempted on decode"}
+        happened.add("preempted")
     assert happened <= seen.keys(), happened - seen.keys()
