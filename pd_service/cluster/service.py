@@ -112,8 +112,8 @@ async def _open_gateway(
 ) -> Service:
     """Returns when the gateway is connected to both pools; it is stopped with `until_stopped`."""
     progress("gateway", "loading libraries")
-    # In a thread, beside the engines that load; not before, while Ray starts: Ray forks its processes with Python code
-    # in between, and a fork in the midst of another thread's import can leave a child that waits for its lock for ever.
+    # In a thread, beside the engines that load. Not while Ray starts: it makes Ray take as much longer, and Ray forks
+    # its processes with Python code in between, where no other thread should be in the midst of an import.
     gateway = await asyncio.to_thread(make_gateway)
     await gateway.start(admin_address)
     until_stopped.push_async_callback(gateway.stop)

@@ -95,11 +95,12 @@ class RotaryEmbedding:
     """Cosines and sines for every position below `max_model_len`, in float32; `ops.rotary` says how halves lie."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, *, place: Place) -> None:
-        table_device = "meta" if place.device == "meta" else "cpu"  # as exact everywhere; no memory where none is taken
-        positions = torch.arange(max_model_len, device=table_device).float()
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim).to(table_device))
-        cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude  # [max_model_len, head_dim / 2]
         self.dtype = place.dtype
+        if place.device == "meta":  # a plan needs shapes only; arithmetic there would import torch's compiler
+            self.cos, self.sin = (torch.empty(max_model_len, 1, head_dim, device="meta") for _ in range(2))
+            return
+        angles = torch.outer(torch.arange(max_model_len).float(), inverse_frequencies(rope, head_dim))
+        cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude  # [max_model_len, head_dim / 2]
         self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(place.device)  # [max_model_len, 1, head_dim]
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(place.device)
 
