@@ -185,7 +185,7 @@ def test_log_probabilities_have_one_entry_per_token(tokenizer: Tokenizer) -> Non
     assert [top["token"] for top in entries[0]["top_logprobs"]] == ["a", "</s>"]
 
 
-NEUTRAL = {"user": None}
+NEUTRAL = {"user": None, "n": None, "logit_bias": None, "prompt_logprobs": None, "priority": None, "cache_salt": None}
 NEUTRAL_COMPLETION = {"best_of": 1, "suffix": None}
 NEUTRAL_CHAT = {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "store": False, "metadata": {}}
 

@@ -69,8 +69,8 @@ class GenerationBody(_Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None  # by token id
     prompt_logprobs: int | None = None
-    priority: int = 0
-    cache_salt: str = ""
+    priority: int | None = None
+    cache_salt: str | None = None
 
     user: _Unsupported = None
 
@@ -138,8 +138,8 @@ class GenerationBody(_Body):
             request_id=request_id,
             n=self.num_answers,
             echo=self.has_echo,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
         )
 
 
