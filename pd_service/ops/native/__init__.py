@@ -52,15 +52,17 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
     """`packed` comes from `pack_linear` above, so the kernels are there."""
     library = kernels()
     assert library is not None
-    if x.stride(1) != 1 or x.stride(0) % 2:
+    stride, step = x.stride()
+    if step != 1 or stride % 2:
         x = x.contiguous()
+        stride = x.stride(0)
     rows, depth = x.shape
     width = packed.shape[0] * _PANEL
-    out = torch.empty(rows, width, dtype=x.dtype)
+    out = x.new_empty(rows, width)
     library.pd_linear(
         _KINDS[x.dtype],
         x.data_ptr(),
-        x.stride(0),
+        stride,
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -75,13 +77,16 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
     library = kernels()
     dim = x.shape[-1]
-    if library is None or x.dtype not in _KINDS or weight.dtype not in _KINDS or dim % _LANES or x.dim() > 3:
+    if library is None or x.dtype not in _KINDS or weight.dtype not in _KINDS or dim % _LANES:
         return None
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    outer, outer_stride = (x.shape[0], x.stride(0)) if x.dim() > 1 else (1, 0)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    outer, inner = x.numel() // dim, 1
+    outer_stride, inner_stride = dim, 0
+    if not x.is_contiguous():  # such as the queries among the heads of a projection
+        if x.dim() != 3 or x.stride(2) != 1:
+            x = x.contiguous()
+        else:
+            (outer, inner, _), (outer_stride, inner_stride, _) = x.shape, x.stride()
+    out = x.new_empty(x.shape)
     library.pd_rms_norm(
         _KINDS[x.dtype],
         x.data_ptr(),
@@ -104,9 +109,8 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     tokens, heads, dim = x.shape
     if library is None or x.dtype not in _KINDS or dim % (2 * _LANES) or cos.dtype != x.dtype:
         return None
-    if x.stride(2) != 1 or x.stride(1) != dim:
-        x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    x = _rows(x)
+    out = x.new_empty(tokens, heads, dim)
     library.pd_rotary(
         _KINDS[x.dtype],
         x.data_ptr(),
@@ -128,7 +132,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor | None:
         return None
     x = x.contiguous()
     tokens, dim = x.shape[0], x.shape[1] // 2
-    out = torch.empty(tokens, dim, dtype=x.dtype)
+    out = x.new_empty(tokens, dim)
     library.pd_silu_and_mul(_KINDS[x.dtype], x.data_ptr(), out.data_ptr(), tokens, dim, torch.get_num_threads())
     return out
 
@@ -143,7 +147,7 @@ def write_kv(
     if not (slot_mapping.dtype == torch.int32 and k_cache.is_contiguous() and v_cache.is_contiguous()):
         return False
     key, value = _rows(key), _rows(value)
-    size = key.element_size()
+    size = key.itemsize
     library.pd_write_kv(
         key.data_ptr(),
         key.stride(0) * size,
@@ -178,7 +182,7 @@ def paged_attention(
     if dim % _LANES or dim > _MAX_DIM or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         return None
     query = _rows(query)
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = query.new_empty(query.shape)
     call = _step(metadata, attn_type)
     call.query, call.k_cache, call.v_cache = query.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     call.out, call.query_stride = out.data_ptr(), query.stride(0)
@@ -215,4 +219,5 @@ def _step(metadata: ForwardMetadata, attn_type: str) -> _Attention:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` [tokens, heads, dim] with each token's heads and dims side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    _, head_stride, step = x.stride()
+    return x if step == 1 and head_stride == x.shape[2] else x.contiguous()
