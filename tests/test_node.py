@@ -255,7 +255,8 @@ def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir:
                 await stream.write(engine_pb2.GatewayMessage(hello=hello))
                 assert (await stream.read()).hello.role == "prefill"
                 submit = engine_pb2.Submit(
-                    request_id="r", token_ids=PROMPT, max_new_tokens=8, prefill_only=True,
+                    request_id="r", token_ids=PROMPT, num_prompt_tokens=len(PROMPT),
+                    max_new_tokens=8, prefill_only=True,
                     sampling=engine_pb2.EngineSampling(top_p=1.0),
                 )  # fmt: skip
                 await stream.write(engine_pb2.GatewayMessage(submit=submit))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, TransferFailed
-from pd_service.request import FinishReason, RequestId
+from pd_service.request import EngineSampling, FinishReason, RequestId
 from tests.scheduling import Driver, continuation, new_request, next_token
 
 
@@ -76,6 +76,14 @@ def test_three_poolfuls_of_prefills_leave_nothing_behind() -> None:
         (new_request("", 4), "request_id", "empty"),
         (new_request("a", 125, max_new_tokens=4), "max_tokens", "125 tokens and 4"),
         (new_request("a", 100, max_new_tokens=20), "max_tokens", "119 tokens do not fit"),
+        (replace(new_request("a", 4), token_ids=(1, 2, 1000, 3)), "prompt", r"1000 is not in [0, 1000)"),
+        (replace(new_request("a", 4), num_prompt_tokens=5), "prompt", "num_prompt_tokens 5 is not in [1, 4]"),
+        (replace(new_request("a", 4), num_prompt_tokens=0), "prompt", "num_prompt_tokens 0 is not in [1, 4]"),
+        (
+            replace(new_request("a", 4), sampling=EngineSampling(logit_bias=((3, 1.0), (1000, 1.0)))),
+            "logit_bias",
+            "1000 is not in [0, 1000)",
+        ),
     ],
 )
 def test_impossible_requests_are_refused_by_name(request_: object, field: str, said: str) -> None:

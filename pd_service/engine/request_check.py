@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kv_cache import KVCacheManager
 from pd_service.engine.request_state import token_digest
 from pd_service.engine.step import SchedulerLimits
@@ -35,9 +37,17 @@ def _check_tokens(request: EngineRequest, limits: SchedulerLimits) -> None:
             f"{limits.max_model_len}",
             "max_tokens",
         )
-    for token in (min(request.token_ids), max(request.token_ids)):
-        if not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(f"token id {token} is not in [0, {limits.vocab_size})", "prompt")
+    if not 1 <= request.num_prompt_tokens <= length:
+        raise InvalidRequest(f"num_prompt_tokens {request.num_prompt_tokens} is not in [1, {length}]", "prompt")
+    _check_vocabulary(request.token_ids, limits.vocab_size, "prompt")
+    _check_vocabulary([token for token, _ in request.sampling.logit_bias], limits.vocab_size, "logit_bias")
+
+
+def _check_vocabulary(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """One request's unknown id would end the step of everybody in it."""
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(f"token id {token} is not in [0, {vocab_size})", field)
 
 
 def _check_ticket(request: EngineRequest) -> None:
