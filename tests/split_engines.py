@@ -33,13 +33,15 @@ def read(source: SteppedEngine, dest: SteppedEngine, runs: Runs) -> None:
     server.close()
 
 
-def expected_pull_bytes(dest: SteppedEngine, order: PullOrder) -> int:
-    """Counted token by token: all that is missing and has a block."""
+def expected_pull_bytes(source: SteppedEngine, dest: SteppedEngine, hold: Hold, order: PullOrder) -> int:
+    """Counted token by token: all that is missing and has a block on both sides."""
+    sizes = {buffer.attn_type: buffer.block_size for buffer in source.layout.buffers}
     return sum(
         buffer.bytes_per_token
         for buffer in dest.layout.buffers
-        for token in range(order.first_token, order.ticket.num_tokens)
+        for token in range(order.first_token, hold.num_tokens)
         if order.tables[buffer.attn_type][token // buffer.block_size]
+        and hold.tables[buffer.attn_type][token // sizes[buffer.attn_type]]
     )
 
 
@@ -104,7 +106,7 @@ class Split:
         """Answers the decode engine's order, confirms it and gives the holder its blocks back."""
         hold, order = self.prefill.holds.pop(request_id), self.decode.pulls.pop(request_id)
         runs = plan_pull(self.prefill, self.decode, hold, order)
-        assert runs.num_bytes == expected_pull_bytes(self.decode, order)
+        assert runs.num_bytes == expected_pull_bytes(self.prefill, self.decode, hold, order)
         read(self.prefill, self.decode, runs)
         check_same_kv(self.prefill, self.decode, hold, order)
         self.pulled_bytes[request_id] = runs.num_bytes

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import ByteSize
@@ -30,7 +31,7 @@ MAX_STEPS = 2000  # a bound against requests that never end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How one engine is cut. `chunk` tokens run in a step; `num_drafts` guesses are verified at once, 0 for none.
+    """How one engine is cut. `chunk` tokens run in a step; `num_drafts` guesses of `drafter` are verified at once.
 
     `num_tokens` fit into the caches that grow with a request; windows have what `max_requests` need.
     """
@@ -38,6 +39,7 @@ class Shape:
     block_size: int = 4
     chunk: int = 64
     num_drafts: int = 0
+    drafter: Literal["mtp", "ngram"] = "mtp"
     max_requests: int = 6
     num_tokens: int = 400
     max_model_len: int = 128
@@ -45,7 +47,7 @@ class Shape:
     def config(self, model_dir: Path) -> EngineConfig:
         speculative = SpeculativeSettings()
         if self.num_drafts:
-            speculative = SpeculativeSettings(method="mtp", num_tokens=self.num_drafts)
+            speculative = SpeculativeSettings(method=self.drafter, num_tokens=self.num_drafts, ngram_min=1)
         settings = EngineSettings(
             block_size=self.block_size,
             max_model_len=self.max_model_len,
@@ -63,7 +65,7 @@ class Shape:
             dtype=torch.float32,
             device="meta",
             block_size=self.block_size,
-            with_draft=bool(self.num_drafts),
+            with_draft=self.num_drafts > 0 and self.drafter == "mtp",
         )
         info = model.get_cache_info()
         block_nums = calculate_block_num(

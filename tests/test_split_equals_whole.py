@@ -143,6 +143,22 @@ def test_each_engine_uses_its_own_hit_and_only_what_is_missing_is_moved(
     assert split.is_empty
 
 
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_every_position_is_computed_once_by_one_of_the_engines(
+    model_dirs: dict[Attention, Path], attention: Attention
+) -> None:
+    split = Split(model_dirs[attention], Shape(chunk=5), Shape())
+    request = new_request("split", PROMPT, OUTPUT)
+    split.hand_over(request)
+    prefill, decode = split.prefill.core.scheduler.counters, split.decode.core.scheduler.counters
+    assert (prefill.computed_tokens, decode.computed_tokens) == (len(PROMPT), 0)
+    split.decode.step()
+    assert decode.computed_tokens == 1
+    split.finish(request)
+    assert (prefill.computed_tokens, decode.computed_tokens) == (len(PROMPT), OUTPUT - 1)
+    assert decode.received_tokens == len(PROMPT)
+
+
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("attention", VARIANTS)
@@ -175,4 +191,27 @@ def test_prompts_of_any_length_greedy_between_engines_of_different_chunks(
     for length in (1, 2, 4, 5, 6, 7, 16, 17, 64):
         prompt = tuple(range(300 + length, 300 + 2 * length))
         assert split.run(new_request(f"{length}", prompt, 9)) == expected(attention, prompt, 9, GREEDY)
+    assert split.is_empty
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(1, 4), (4, 1), (4, 16), (16, 4), (4, 6)])
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_engines_of_different_block_sizes_mean_the_same_tokens(
+    model_dirs: dict[Attention, Path], attention: Attention, prefill_size: int, decode_size: int
+) -> None:
+    split = Split(model_dirs[attention], Shape(block_size=prefill_size), Shape(block_size=decode_size))
+    warm(split.decode, HIT_TOKENS["partial"])
+    assert split.run(new_request("split", PROMPT, OUTPUT)) == expected(attention, PROMPT, OUTPUT, GREEDY)
+    assert split.is_empty
+
+
+@pytest.mark.parametrize("attention", VARIANTS)
+def test_guesses_from_the_text_change_nothing(model_dirs: dict[Attention, Path], attention: Attention) -> None:
+    likely = tuple((token, 23.5) for token in (5, 6, 7))  # about as likely as what the model itself may say
+    sampling = EngineSampling(temperature=0.7, seed=2, logit_bias=likely)
+    shape = Shape(num_drafts=3, drafter="ngram")
+    split = Split(model_dirs[attention], shape, shape)
+    assert split.run(new_request("split", PROMPT, 60, sampling)) == continuation(attention, PROMPT, 60, sampling)
+    counters = split.decode.core.scheduler.counters
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
     assert split.is_empty
