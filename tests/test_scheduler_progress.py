@@ -30,3 +30,28 @@ def test_every_mix_of_long_and_short_requests_ends_in_a_tiny_pool(seed: int) -> 
     driver.run()
     assert driver.tokens == {r.request_id: continuation(r.token_ids, r.max_new_tokens) for r in requests}
     assert driver.is_empty
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_window_blocks_that_several_share_are_promised_to_each_who_moves_on(most: int) -> None:
+    """Four windows of 16 tokens stand on the same 15 blocks; once they have moved on, each needs 16 of its own."""
+    driver = Driver(
+        num_blocks=53,
+        block_size=1,
+        budget=4,
+        max_num_seqs=4,
+        attn_types=("SlidingWindow",),
+        window=16,
+        max_preemptions=most,
+        prefix_cache=True,
+    )
+    requests = [new_request(name, 21, max_new_tokens=40, prompt="same") for name in "abcd"]
+    driver.add(requests[0])
+    while "a" not in driver.tokens:
+        driver.step()
+    for request in requests[1:]:
+        driver.add(request)
+    driver.run()
+    assert driver.tokens == {r.request_id: continuation(r.token_ids, 40) for r in requests}
+    assert driver.scheduler.counters.preemptions == 0
+    assert driver.is_empty

@@ -7,7 +7,7 @@ never preempted again and comes to its end. So does everybody, since each is pre
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kv_cache import FIXED_BLOCK_ATTN_TYPES, KVCacheManager, PrefixHit
 from pd_service.engine.request_state import RequestState, Status
@@ -33,7 +33,9 @@ class Admission:
         With a ticket the blocks cover all its tokens; without, the tokens found in the cache and one more.
         """
         hit = self._find_prefix(state)
-        if not self._fits(state, hit, admitted):
+        num_in_use = self._shared_in_use(state, hit) if hit is not None and hit.num_tokens else {}
+        num_borrowed = {key: num for key, num in num_in_use.items() if num and self._is_windowed(key)}
+        if not self._fits(state, num_in_use, admitted):
             return False
         num_found = hit.num_tokens if hit is not None else 0
         if state.takes_ticket:
@@ -42,6 +44,7 @@ class Admission:
             fits = self._kv.allocate_slots(state.request_id, num_found, 1, prefix=hit)
         assert fits, "admission and allocation disagree"
         state.num_computed = state.cached_tokens = num_found
+        state.num_borrowed = num_borrowed
         return True
 
     def _find_prefix(self, state: RequestState) -> PrefixHit | None:
@@ -52,10 +55,10 @@ class Admission:
             return PrefixHit(salt=salt, nodes=(), num_tokens=0)
         return self._kv.find_prefix(state.token_ids, salt)
 
-    def _fits(self, state: RequestState, hit: PrefixHit | None, admitted: Iterable[RequestState]) -> bool:
+    def _fits(self, state: RequestState, num_in_use: Mapping[str, int], admitted: Iterable[RequestState]) -> bool:
         need = self._need(state)
-        if hit is not None and hit.num_tokens:
-            for key, num_shared in self._shared_in_use(state, hit).items():
+        for key, num_shared in num_in_use.items():
+            if not self._is_windowed(key):
                 need[key] -= num_shared
         for other in admitted:
             for key, num_blocks in self._need(other).items():
@@ -70,15 +73,22 @@ class Admission:
             tokens = min(len(state.token_ids) + self._block_size, tokens)
         computed = len(state.token_ids) - 1 if state.takes_ticket else state.num_computed
         owner = state.request_id if state.status is not Status.WAITING else None
-        return self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))
+        need = self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))
+        for key, num_blocks in state.num_borrowed.items():
+            if self._kv.managers[key].get_num_skipped_tokens(computed) < state.cached_tokens:
+                need[key] += num_blocks
+        return need
+
+    def _is_windowed(self, key: str) -> bool:
+        return self._kv.managers[key].attn_type in FIXED_BLOCK_ATTN_TYPES
 
     def _shared_in_use(self, state: RequestState, hit: PrefixHit) -> dict[str, int]:
-        """Blocks of the hit that some other request uses now and this one keeps: they cost no free block.
+        """Blocks of the hit that some other request uses now: sharing them costs no free block.
 
-        A window moves on: it leaves what it shares and takes blocks of its own.
+        Full attention keeps them to the end. A window moves on: it takes blocks of its own, and those it leaves are
+        not free while others use them, so they are borrowed, and count as lacking until the last one is left.
         """
         start = len(state.token_ids) - 1 if state.takes_ticket else hit.num_tokens
         without = self._kv.num_blocks_needed(None, start, start + 1)
         with_hit = self._kv.num_blocks_needed(None, start, start + 1, hit)
-        kept = [key for key, m in self._kv.managers.items() if m.attn_type not in FIXED_BLOCK_ATTN_TYPES]
-        return {key: without[key] - with_hit[key] for key in kept}
+        return {key: without[key] - with_hit[key] for key in without}

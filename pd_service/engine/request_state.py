@@ -53,6 +53,7 @@ class RequestState:
     preemptions: int = 0
     pull: PullStats | None = None
     cached_tokens: int = 0  # computed before it started, found in the prefix cache
+    num_borrowed: dict[str, int] = field(default_factory=dict)  # blocks of windows it started with in others' use
     draft_ids: tuple[int, ...] = ()  # guesses at the tokens after the last known one
     ngrams: NgramIndex | None = None  # made when it is first looked up
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt tokens computed so far

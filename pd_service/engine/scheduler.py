@@ -322,6 +322,7 @@ class Scheduler:
         self._free_blocks(state)
         state.num_computed = 0
         state.draft_ids = ()
+        state.num_borrowed = {}
         state.prompt_logprobs.clear()
         state.status = Status.WAITING
         state.preemptions += 1
