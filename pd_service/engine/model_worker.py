@@ -53,7 +53,7 @@ class ModelWorker:
             block_size=config.settings.block_size,
             max_model_len=config.settings.max_model_len,
             with_draft=has_draft_layer,
-            progress=lambda share: progress(f"loading weights {share:.0%}"),
+            progress=lambda share: progress(f"loading weights {share:.0%}" if share < 1 else "packing weights"),
         )
         self._draft_layer = DraftLayer(self.model, config.settings.block_size) if has_draft_layer else None
         progress("allocating KV cache")
