@@ -16,9 +16,9 @@ from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3M
 from pd_service.config import EngineConfig, EngineSettings
 from pd_service.engine import memory_plan
 from pd_service.engine.execution_engine import ExecutionEngine
-from pd_service.engine.memory_plan import MemoryPlan, limit_length, plan_memory, require_memory
+from pd_service.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from pd_service.errors import ConfigError
-from pd_service.models.config import load_model_config
+from pd_service.models.config import limit_length, load_model_config
 from pd_service.models.loader import load_model
 from tests.model_parity import TINY, save_random
 
@@ -126,7 +126,7 @@ def test_a_shorter_model_leaves_room_for_more_requests(model_dir: Path) -> None:
     whole, half = planned(engine_config(model_dir)), planned(engine_config(model_dir, max_model_len=64))
     assert half.max_model_len == 64
     assert half.num_longest_requests >= whole.num_longest_requests
-    with pytest.raises(ConfigError, match=r"engine\.max_model_len: 257 .* 256"):
+    with pytest.raises(ConfigError, match=r"max_model_len 257 .*256"):
         limit_length(load_model_config(model_dir), 257)
 
 

@@ -29,7 +29,7 @@ from pd_service.config import ServiceConfig
 from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.gateway.doors import Doors
-from pd_service.models.config import load_model_config, require_supported
+from pd_service.models.config import limit_length, load_model_config, require_supported
 from pd_service.progress import READY, Progress
 from pd_service.rpc import admin_pb2, admin_pb2_grpc
 
@@ -127,7 +127,7 @@ async def _open_gateway(
 
 def _make_gateway(config: ServiceConfig, doors: Doors, model_dir: Path, model_name: str, free: int) -> Gateway:
     """`free`: bytes of memory that the engines found here, all of them together."""
-    from pd_service.engine.memory_plan import lack_of_memory, limit_length, plan_pools
+    from pd_service.engine.memory_plan import lack_of_memory, plan_pools
     from pd_service.gateway.gateway import Gateway  # with transformers and torch: seconds
 
     model_config = load_model_config(model_dir)

@@ -8,7 +8,7 @@ disagree. Only the amount for a step is an estimate.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from pd_service.config import EngineConfig, PoolRole, ServiceConfig
 from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.models.base import CausalLM
-from pd_service.models.config import ModelConfig, load_model_config
+from pd_service.models.config import ModelConfig, limit_length, load_model_config
 from pd_service.models.layers import Linear
 from pd_service.models.loader import build_model
 from pd_service.models.moe import Experts
@@ -176,17 +176,6 @@ def plan_blocks(cache_info: ModelCacheInfo, config: EngineConfig, max_model_len:
             f"KV cache: {error}. These are the settings pools.{config.role}.kv_cache_bytes, engine.max_model_len, "
             "engine.max_num_seqs and engine.max_num_batched_tokens"
         ) from error
-
-
-def limit_length(model: ModelConfig, max_model_len: int | None) -> ModelConfig:
-    """`model` with that length, None for its own. Raises ConfigError for one that the model does not reach."""
-    if max_model_len is None:
-        return model
-    if max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"engine.max_model_len: {max_model_len} is more than the model's {model.max_model_len} tokens"
-        )
-    return replace(model, max_model_len=max_model_len)
 
 
 def _plan_groups(

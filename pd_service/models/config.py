@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -202,6 +202,15 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         eos_token_ids=tuple(dict.fromkeys(hf.eos_token_ids() + generation.eos_token_ids())),
         hf=hf,
     )
+
+
+def limit_length(model: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    """`model` with that length, None for its own. Raises ConfigError for one that the model does not reach."""
+    if max_model_len is None:
+        return model
+    if not 1 <= max_model_len <= model.max_model_len:
+        raise ConfigError(f"max_model_len {max_model_len} is not within 1..{model.max_model_len}, the model's own")
+    return replace(model, max_model_len=max_model_len)
 
 
 def model_class(architecture: str) -> Any:

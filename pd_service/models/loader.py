@@ -7,7 +7,6 @@ little more memory than the model. A checkpoint that does not fit the model, ten
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from pd_service.errors import ConfigError
 from pd_service.models.base import CausalLM
-from pd_service.models.config import ModelConfig, checkpoint_files, load_model_config, model_class
+from pd_service.models.config import ModelConfig, checkpoint_files, limit_length, load_model_config, model_class
 from pd_service.models.layers import Place
 from pd_service.ops import get_ops
 
@@ -39,7 +38,7 @@ def load_model(
     multi-token prediction as well. `progress` receives the fraction of tensors loaded. Raises ConfigError for a
     directory, configuration or checkpoint that cannot be used.
     """
-    config = _bounded(load_model_config(model_dir), max_model_len)
+    config = limit_length(load_model_config(model_dir), max_model_len)
     files = checkpoint_files(model_dir)
     model = build_model(config, dtype=dtype, device=device, block_size=block_size, with_draft=with_draft)
     _fill(model, config, _tensors(files), progress=progress or (lambda fraction: None))
@@ -60,14 +59,6 @@ def build_model(
     options = {"with_draft": True} if with_draft else {}
     model: CausalLM = model_class(config.architecture)(config, place=place, block_size=block_size, **options)
     return model
-
-
-def _bounded(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
-    if max_model_len is None:
-        return config
-    if not 1 <= max_model_len <= config.max_model_len:
-        raise ConfigError(f"max_model_len {max_model_len} is not within 1..{config.max_model_len}, the model's own")
-    return replace(config, max_model_len=max_model_len)
 
 
 def _fill(
