@@ -31,6 +31,17 @@ class MarkedCache:
     def write_block(self, attn_type: str, block: int, markers: Sequence[int]) -> None:
         self._slots[attn_type][block * self.block_size : (block + 1) * self.block_size] = markers
 
+    def marker(self, tables: Mapping[str, Sequence[int]], position: int) -> int:
+        """What the first of these tables shows at a position."""
+        attn_type, table = next(iter(tables.items()))
+        return self._slots[attn_type][self._slot(table, position)]
+
+    def write(self, tables: Mapping[str, Sequence[int]], position: int, marker: int) -> None:
+        """As a pull does: where a table has a block."""
+        for attn_type, table in tables.items():
+            if table[position // self.block_size]:
+                self._slots[attn_type][self._slot(table, position)] = marker
+
     def poison(self, attn_type: str, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.write_block(attn_type, block, [POISON] * self.block_size)
