@@ -3,134 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.layout import ITEM_BYTES, BufferLayout, EngineLayout
-from transfer.plan import plan_read
+from tests.kv_tiles import (
+    FULL,
+    POISON,
+    SLIDING,
+    Cache,
+    Read,
+    apply,
+    copied_memory,
+    empty_memory,
+    filled_memory,
+    reads,
+    split,
+    values_of,
+)
+from transfer.layout import EngineLayout
+from transfer.plan import ReadPlan, ReadPlanner, RunStats, plan_read
 from transfer.planes.base import Runs
 
-FULL, SLIDING = "FullAttention", "SlidingWindow"
-POISON = 0xEE
+
+def planned(read: Read, first: int | None = None, end: int | None = None) -> ReadPlan:
+    planner = ReadPlanner(read.source, read.dest, read.rank)
+    start, stop = read.first if first is None else first, read.end if end is None else end
+    return planner.plan(read.source_tables, read.dest_tables, start, stop, read.resume)
 
 
-def buffer(layer: int, name: str, attn_type: str, block_size: int, heads: tuple[int, int], num_blocks: int,
-           dim: int = 2, dtype: str = "int16", window: int = 0) -> BufferLayout:  # fmt: skip
-    first, num = heads
-    return BufferLayout(
-        layer=layer, cache_name=name, attn_type=attn_type, block_size=block_size, first_head=first, num_heads=num,
-        total_heads=8, dim=dim, dtype=dtype, sliding_window=window,
-        num_bytes=num_blocks * block_size * num * dim * ITEM_BYTES[dtype],
-    )  # fmt: skip
-
-
-def engine(*buffers: BufferLayout) -> EngineLayout:
-    return EngineLayout(version=1, model="m", buffers=buffers)
-
-
-def apply(runs: Runs, source: list[np.ndarray], dest: list[np.ndarray]) -> None:
-    for sb, so, db, do, n in zip(
-        runs.src_buffer, runs.src_offset, runs.dst_buffer, runs.dst_offset, runs.length, strict=True
-    ):
-        dest[db][do : do + n] = source[sb][so : so + n]
-
-
-def elements(memory: np.ndarray, b: BufferLayout) -> np.ndarray:
-    """[blocks, block_size, heads, bytes per head]"""
-    return memory.reshape(-1, b.block_size, b.num_heads, b.bytes_per_head)
-
-
-Tables = dict[str, list[int]]
-Memory = list[np.ndarray]
-
-
-def oracle(
-    source: EngineLayout,
-    dest: EngineLayout,
-    src: Memory,
-    dst: Memory,
-    src_tables: Tables,
-    dst_tables: Tables,
-    first: int,
-    end: int,
-) -> None:
-    """Element by element: token by token and head by head through both tables."""
-    by_key = {b.key: (b, memory) for b, memory in zip(source.buffers, src, strict=True)}
-    for b, memory in zip(dest.buffers, dst, strict=True):
-        a, a_memory = by_key[b.key]
-        for token in range(first, end):
-            src_block = src_tables[a.attn_type][token // a.block_size]
-            dst_block = dst_tables[b.attn_type][token // b.block_size]
-            if not src_block or not dst_block:
-                continue
-            for head in range(
-                max(a.first_head, b.first_head), min(a.first_head + a.num_heads, b.first_head + b.num_heads)
-            ):
-                elements(memory, b)[dst_block, token % b.block_size, head - b.first_head] = elements(a_memory, a)[
-                    src_block, token % a.block_size, head - a.first_head
-                ]
-
-
-def tables(draw: st.DrawFn, num_blocks: int, needed: int, num_null: int) -> list[int]:
-    ids = draw(st.permutations(range(1, num_blocks)))
-    return [0] * num_null + list(ids[num_null : needed + draw(st.integers(0, 2))])
-
-
-@st.composite
-def reads(draw: st.DrawFn) -> tuple[EngineLayout, EngineLayout, dict[str, list[int]], dict[str, list[int]], int, int]:
-    """Two engines with buffers in different order, two attention types, and any block sizes and head ranges."""
-    end = draw(st.integers(0, 23))
-    first = draw(st.integers(0, end))
-    window = draw(st.integers(1, 8))
-    names = [(layer, name, attn) for layer in (0, 2, 10) for name, attn in (("k", FULL), ("s", SLIDING))]
-    sides, all_tables = [], []
-    is_equal = draw(st.booleans())
-    cut = (draw(st.sampled_from([1, 2, 4])), (draw(st.integers(0, 2)), draw(st.integers(1, 2))))
-    for _ in range(2):
-        block_size, heads = cut if is_equal else (
-            draw(st.sampled_from([1, 2, 3, 4])), (draw(st.integers(0, 2)), draw(st.integers(1, 3)))
-        )  # fmt: skip
-        needed = -(-end // block_size)
-        num_blocks = needed + 4
-        order = draw(st.permutations(names))
-        sides.append(
-            engine(*(buffer(la, n, t, block_size, heads, num_blocks, window=window if t == SLIDING else 0)
-                     for la, n, t in order))
-        )  # fmt: skip
-        unseen = max(0, end - window + 1) // block_size
-        sliding_null = draw(st.integers(0, unseen))
-        all_tables.append(
-            {FULL: tables(draw, num_blocks, needed, 0), SLIDING: tables(draw, num_blocks, needed, sliding_null)}
-        )
-    return sides[0], sides[1], all_tables[0], all_tables[1], first, end
+def runs_of(plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
+    """(source rank, source buffer, source offset, destination buffer, destination offset, length)"""
+    return [
+        (rank, *(int(x) for x in run))  # type: ignore[misc]
+        for rank, r in plan.runs.items()
+        for run in zip(r.src_buffer, r.src_offset, r.dst_buffer, r.dst_offset, r.length, strict=True)
+    ]
 
 
 @given(reads())
-def test_a_plan_moves_what_copying_element_by_element_moves(read: tuple) -> None:
-    source, dest, src_tables, dst_tables, first, end = read
-    rng = np.random.default_rng(0)
-    src = [rng.integers(0, 200, b.num_bytes, dtype=np.uint8) for b in source.buffers]
-    planned, wanted = ([np.full(b.num_bytes, POISON, np.uint8) for b in dest.buffers] for _ in range(2))
-    oracle(source, dest, src, wanted, src_tables, dst_tables, first, end)
-    apply(plan_read(source, dest, src_tables, dst_tables, first, end), src, planned)
-    for got, want in zip(planned, wanted, strict=True):
-        np.testing.assert_array_equal(got, want)
+def test_a_plan_moves_what_copying_element_by_element_moves_and_no_byte_twice(read: Read) -> None:
+    values = values_of(read.source, read.resume)
+    source, got = filled_memory(read.source, read.source_tables, values), empty_memory(read.dest, POISON)
+    wanted, num_bytes = copied_memory(read, values)
+    plan = planned(read)
+    for source_rank, runs in plan.runs.items():
+        apply(runs, source_rank, source, read.rank, got)
+    for place, memory in got.items():
+        np.testing.assert_array_equal(memory, wanted[place])
+    assert plan.num_bytes == num_bytes
 
 
 @given(reads())
-def test_runs_are_maximal_and_not_empty(read: tuple) -> None:
-    runs = plan_read(*read)
-    assert (runs.length > 0).all()
-    same = (np.diff(runs.src_buffer) == 0) & (np.diff(runs.dst_buffer) == 0)
-    adjoins = (np.diff(runs.src_offset) == runs.length[:-1]) & (np.diff(runs.dst_offset) == runs.length[:-1])
-    assert not (same & adjoins).any()
+def test_runs_are_as_few_as_can_be_and_not_empty(read: Read) -> None:
+    runs = runs_of(planned(read))
+    starts = {(rank, sb, so, db, do) for rank, sb, so, db, do, _ in runs}
+    ends = {(rank, sb, so + n, db, do + n) for rank, sb, so, db, do, n in runs}
+    assert not starts & ends
+    assert all(length > 0 for *_, length in runs)
 
 
-def one_buffer(num_blocks: int = 20) -> EngineLayout:
-    return engine(buffer(0, "k", FULL, 4, (0, 2), num_blocks))
+@given(reads(), st.lists(st.integers(0, 23)))
+def test_chunks_move_together_what_one_read_moves(read: Read, cuts: list[int]) -> None:
+    values = values_of(read.source, read.resume)
+    source = filled_memory(read.source, read.source_tables, values)
+    whole, chunked = (empty_memory(read.dest, POISON) for _ in range(2))
+    bounds = sorted({read.first, read.end, *(cut for cut in cuts if read.first < cut < read.end)})
+    plans = [planned(read, first, end) for first, end in pairwise(bounds)]
+    for memory, made in ((whole, [planned(read)]), (chunked, plans)):
+        for plan in made:
+            for rank, runs in plan.runs.items():
+                apply(runs, rank, source, read.rank, memory)
+    assert sum(plan.num_bytes for plan in plans) == planned(read).num_bytes
+    for place, memory in whole.items():
+        np.testing.assert_array_equal(memory, chunked[place])
+
+
+@given(reads())
+def test_the_report_counts_the_runs_of_each_source_rank(read: Read) -> None:
+    plan = planned(read)
+    lengths: dict[int, list[int]] = {rank: [] for rank in ReadPlanner(read.source, read.dest, read.rank).source_ranks}
+    for rank, *_, length in runs_of(plan):
+        lengths[rank].append(length)
+    assert plan.stats() == {
+        rank: RunStats(num_runs=len(of), num_bytes=sum(of), largest_run=max(of, default=0))
+        for rank, of in lengths.items()
+    }
+    for rank, of in lengths.items():
+        assert plan.stats()[rank].mean_run == pytest.approx(np.mean(of) if of else 0.0)
+
+
+def one_buffer(num_blocks: int = 20, block_size: int = 4) -> EngineLayout:
+    """32 bytes per block of 4 tokens."""
+    return split([Cache("k", FULL, 2, (0,))], [((0,), 1)], num_blocks=num_blocks, block_size=block_size)
 
 
 def blocks_touched(runs: Runs) -> set[int]:
@@ -152,23 +120,34 @@ def test_exactly_the_needed_blocks_move_whatever_is_spare(num_tokens: int) -> No
 
 @pytest.mark.parametrize("hit", [0, 4, 8, 12, 16])
 def test_a_prefix_hit_moves_the_rest_by_logical_index(hit: int) -> None:
-    runs = plan_read(one_buffer(), one_buffer(), {FULL: [9, 3, 7, 1]}, {FULL: [2, 4, 6, 8]}, hit, 16)
-    assert runs.src_offset.tolist() == [block * 32 for block in [9, 3, 7, 1][hit // 4 :]]
-    assert runs.dst_offset.tolist() == [block * 32 for block in [2, 4, 6, 8][hit // 4 :]]
+    source_table, dest_table = [9, 3, 7, 1], [2, 4, 6, 8]
+    runs = plan_read(one_buffer(), one_buffer(), {FULL: source_table}, {FULL: dest_table}, hit, 16)
+    moved = set(zip((runs.src_offset // 32).tolist(), (runs.dst_offset // 32).tolist(), strict=True))
+    assert moved == set(zip(source_table[hit // 4 :], dest_table[hit // 4 :], strict=True))
+    assert runs.length.tolist() == [32] * len(moved)
 
 
-def test_neighbours_on_both_sides_are_one_run() -> None:
-    runs = plan_read(one_buffer(), one_buffer(), {FULL: [3, 4, 5, 9]}, {FULL: [7, 8, 9, 10]}, 0, 16)
-    assert runs.length.tolist() == [96, 32]
+@pytest.mark.parametrize("is_descending", [False, True])
+def test_neighbours_on_both_sides_are_one_run_in_either_order(is_descending: bool) -> None:
+    tables = [list(reversed(t)) if is_descending else t for t in ([3, 4, 5, 9], [7, 8, 9, 10])]
+    runs = plan_read(one_buffer(), one_buffer(), {FULL: tables[0]}, {FULL: tables[1]}, 0, 16)
+    assert sorted(runs.length.tolist()) == [32, 96]
 
 
-def test_buffers_are_paired_by_name_not_by_order() -> None:
-    names = [(layer, name) for layer in range(12) for name in ("k", "v")]
-    source = engine(*(buffer(layer, name, FULL, 4, (0, 2), 4) for layer, name in names))
-    dest = engine(*(buffer(layer, name, FULL, 4, (0, 2), 4) for layer, name in sorted(names, key=str)))
-    runs = plan_read(source, dest, {FULL: [1]}, {FULL: [2]}, 0, 4)
-    for src, dst in zip(runs.src_buffer, runs.dst_buffer, strict=True):
-        assert source.buffers[src].key == dest.buffers[dst].key
+@pytest.mark.parametrize(("source_size", "dest_size"), [(2, 16), (16, 2), (3, 8), (8, 3)])
+def test_contiguous_blocks_of_any_sizes_are_one_run(source_size: int, dest_size: int) -> None:
+    layouts = [one_buffer(num_blocks=49 // size + 3, block_size=size) for size in (source_size, dest_size)]
+    tables = [{FULL: list(range(1, 49 // size + 2))} for size in (source_size, dest_size)]
+    runs = plan_read(*layouts, *tables, 0, 48)
+    assert runs.length.tolist() == [48 * 8]
+
+
+@pytest.mark.parametrize(("is_heads_first", "num_runs"), [(True, 3), (False, 12)])
+def test_half_of_the_heads_are_a_run_per_block_or_per_token_as_they_lie(is_heads_first: bool, num_runs: int) -> None:
+    cache = [Cache("k", FULL, 2, (0,))]
+    whole, halves = (split(cache, [((0,), size)], is_heads_first=is_heads_first) for size in (1, 2))
+    stats = ReadPlanner(whole, halves, 1).plan({FULL: [1, 2, 3]}, {FULL: [1, 2, 3]}, 0, 12).stats()
+    assert stats == {0: RunStats(num_runs=num_runs, num_bytes=48, largest_run=48 // num_runs)}
 
 
 @pytest.mark.parametrize(
@@ -176,9 +155,10 @@ def test_buffers_are_paired_by_name_not_by_order() -> None:
     [
         ([1, 2], [1, 2, 3], "source block table of FullAttention has 2 blocks, 9 tokens need 3"),
         ([1, 2, 3], [1], "destination block table of FullAttention has 1 blocks, 9 tokens need 3"),
-        ([1, 2, 20], [1, 2, 3], "source block table of FullAttention names a block that layer 0 k does not have"),
-        ([1, 2, 3], [1, -1, 3], "destination block table of FullAttention names a block that layer 0 k does not have"),
-        ([1, 0, 3], [1, 2, 3], "the source has no FullAttention block for token 4, which token 9 sees"),
+        ([1, 2, 20], [1, 2, 3], "source block table of FullAttention names block 20, its blocks are 0 to 19"),
+        ([1, 2**62, 3], [1, 2, 3], f"source block table of FullAttention names block {2**62}, its blocks are 0 to 19"),
+        ([1, 2, 3], [1, -1, 3], "destination block table of FullAttention names block -1, its blocks are 0 to 19"),
+        ([1, 0, 3], [1, 2, 3], "the source has no FullAttention block for token 7, which token 9 sees"),
     ],
 )
 def test_tables_that_cannot_serve_the_range_are_refused(
@@ -188,17 +168,18 @@ def test_tables_that_cannot_serve_the_range_are_refused(
         plan_read(one_buffer(), one_buffer(), {FULL: source_table}, {FULL: dest_table}, 0, 9)
 
 
+@pytest.mark.parametrize("resume", [12, 15])
 @pytest.mark.parametrize("window", range(1, 14))
-def test_a_block_the_window_still_sees_must_be_there(window: int) -> None:
-    layout = engine(buffer(0, "s", SLIDING, 4, (0, 2), 20, window=window))
+def test_a_block_the_window_still_sees_must_be_there(window: int, resume: int) -> None:
+    layout = split([Cache("s", SLIDING, 2, (0,), window=window)], [((0,), 1)], num_blocks=20)
 
-    def plan(table: Sequence[int]) -> Runs:
-        return plan_read(layout, layout, {SLIDING: table}, {SLIDING: [1, 2, 3]}, 0, 12)
+    def plan(table: Sequence[int]) -> ReadPlan:
+        return ReadPlanner(layout, layout).plan({SLIDING: table}, {SLIDING: [1, 2, 3]}, 0, 12, resume)
 
-    num_unseen = max(0, 12 - window + 1) // 4  # whole blocks before the window of the token at position 12
+    num_unseen = min(3, max(0, resume - window + 1) // 4)  # whole blocks before the window of the token at `resume`
     assert plan([0] * num_unseen + [9] * (3 - num_unseen)).num_bytes == (3 - num_unseen) * 32
     if num_unseen < 3:
-        with pytest.raises(ValueError, match="which token 12 sees"):
+        with pytest.raises(ValueError, match=f"which token {resume} sees"):
             plan([0] * (num_unseen + 1) + [9] * (2 - num_unseen))
 
 
@@ -207,12 +188,20 @@ def test_a_missing_table_is_a_table_without_blocks() -> None:
         plan_read(one_buffer(), one_buffer(), {}, {FULL: [1]}, 0, 1)
 
 
-def test_a_buffer_the_source_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="layer 5 k is missing in the source"):
-        plan_read(one_buffer(), engine(buffer(5, "k", FULL, 4, (0, 2), 4)), {FULL: [1]}, {FULL: [1]}, 0, 1)
-
-
-@pytest.mark.parametrize(("first", "end"), [(-1, 4), (5, 4)])
-def test_a_range_that_is_none_is_refused(first: int, end: int) -> None:
+@pytest.mark.parametrize(("first", "end", "resume"), [(-1, 4, 4), (5, 4, 4), (0, 4, 3)])
+def test_a_range_that_is_none_is_refused(first: int, end: int, resume: int) -> None:
+    planner = ReadPlanner(one_buffer(), one_buffer())
     with pytest.raises(ValueError, match="are not a range"):
-        plan_read(one_buffer(), one_buffer(), {FULL: [1, 2]}, {FULL: [1, 2]}, first, end)
+        planner.plan({FULL: [1, 2]}, {FULL: [1, 2]}, first, end, resume)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_engines_of_several_ranks_have_no_single_list_of_runs(sizes: tuple[int, int]) -> None:
+    layouts = [split([Cache("k", FULL, 2, (0,))], [((0,), size)]) for size in sizes]
+    with pytest.raises(ValueError, match=f"engines of 1 rank are joined here, given {sizes[0]} and {sizes[1]} ranks"):
+        plan_read(*layouts, {FULL: [1]}, {FULL: [1]}, 0, 1)
+
+
+def test_engines_without_paged_caches_have_nothing_to_move() -> None:
+    nothing = EngineLayout(version=2, model="m", buffers=())
+    assert len(plan_read(nothing, nothing, {}, {}, 0, 5)) == 0

@@ -1,44 +1,185 @@
 """Which bytes to read: from two layouts, two block tables and a token range to byte runs. Pure.
 
-The canonical coordinates of a cached value are (layer, cache name, token, head). The token range is cut wherever either
-side begins a new block, into segments that lie in one block on each side:
+The canonical coordinates of a cached value are (layer, cache name, token, head). Layers and heads are paired once per
+pair of engines (`transfer.pairing`); a plan then cuts the token range wherever either side begins a new block, into
+segments that lie in one block on each side:
 
     source blocks   |--- 7 ---|--- 2 ---|--- 5 --
     dest blocks     |- 4 -|- 9 -|- 3 -|- 1 -|- 8
     segments        |-----|---|-|-----|-|---|--
 
-For equal block sizes a segment is a block. When both sides hold the same heads a segment is one piece of bytes; else
-each token is a segment of its own and only the heads both hold are moved. Blocks are paired by the tokens they hold, so
-spare blocks on either side do not matter, and the null block is skipped. Pieces that adjoin on both sides become one
-run.
+The tokens and heads of a segment are one piece of bytes, or several, by how they lie in memory:
 
-All buffers with the same cut share their runs, which are computed once, without a loop over blocks.
+    source / destination [block_size, heads, dim]        all heads held are moved: one piece; else one per token
+    source / destination [heads, block_size, dim]        one piece per head
+    one way here, the other there                        one piece per token and head, unless there is one head
+
+Blocks are paired by the tokens they hold, so spare blocks on either side do not matter, and the null block is skipped.
+Pieces that adjoin on both sides become one run, also when blocks lie in descending order.
+
+Buffers with the same cut share their runs, which are computed once, without a loop over blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from transfer.layout import BufferLayout, EngineLayout
+from transfer.pairing import Tile, pair
 from transfer.planes.base import Int64Array, Runs
 
 NULL_BLOCK = 0
 BlockTables = Mapping[str, Sequence[int]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """How the bytes from one rank are scattered. Lengths in bytes."""
+
+    num_runs: int
+    num_bytes: int
+    largest_run: int
+
+    @property
+    def mean_run(self) -> float:
+        return self.num_bytes / self.num_runs if self.num_runs else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The byte runs of one destination rank by source rank, with every rank it is paired with."""
+
+    runs: Mapping[int, Runs]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(runs.num_bytes for runs in self.runs.values())
+
+    def stats(self) -> dict[int, RunStats]:
+        """Number and size of the runs by source rank."""
+        return {
+            rank: RunStats(
+                num_runs=len(runs), num_bytes=runs.num_bytes, largest_run=int(runs.length.max(initial=0))
+            )
+            for rank, runs in self.runs.items()
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Where buffers of one engine keep the moved heads of a token; steps and offset in bytes."""
+
+    block_size: int
+    num_blocks: int
+    block_step: int
+    token_step: int
+    head_step: int
+    first_head: int  # offset of the first moved head in its block
+
+    @classmethod
+    def of(cls, buffer: BufferLayout, first_head: int) -> _Side:
+        e = buffer.bytes_per_head
+        token_step, head_step = (e, buffer.block_size * e) if buffer.is_heads_first else (buffer.bytes_per_token, e)
+        skipped = (first_head - buffer.first_head) * head_step
+        return cls(buffer.block_size, buffer.num_blocks, buffer.bytes_per_block, token_step, head_step, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """All that the runs between two buffers depend on, but for the block tables."""
+
+    attn_type: str
+    sliding_window: int
+    bytes_per_head: int
+    num_heads: int
+    source: _Side
+    dest: _Side
+
+    @classmethod
+    def of(cls, tile: Tile) -> _Cut:
+        a, b = tile.source, tile.dest
+        sides = _Side.of(a, tile.first_head), _Side.of(b, tile.first_head)
+        return cls(b.attn_type, b.sliding_window, b.bytes_per_head, tile.end_head - tile.first_head, *sides)
+
+    def heads_per_piece(self) -> int:
+        adjoin = self.source.head_step == self.dest.head_step == self.bytes_per_head
+        return self.num_heads if adjoin else 1
+
+    def has_adjoining_tokens(self) -> bool:
+        """Whether the pieces of successive tokens of a block adjoin on both sides."""
+        width = self.heads_per_piece() * self.bytes_per_head
+        return self.source.token_step == self.dest.token_step == width
+
+
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Bytes to move within one pair of buffers, in the order of tokens."""
+    """Bytes to move within one pair of buffers: two offsets and a length for each."""
 
     src: Int64Array
     dst: Int64Array
     length: Int64Array
 
 
-_CutKey = tuple[str, int, int, int, int, int, int, int, int, int]
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The tokens [first, end); the first token computed at the destination is `resume`."""
+
+    first: int
+    end: int
+    resume: int
+
+
+class ReadPlanner:
+    """What rank `dest_rank` of `dest` reads from the ranks of `source`. Made once per pair of engines.
+
+    The layouts must have no difference that `compare` names, other than block sizes. Raises ValueError for a rank that
+    `dest` has not, and for a cache or heads that `source` lacks or that mean something else there.
+    """
+
+    def __init__(self, source: EngineLayout, dest: EngineLayout, dest_rank: int = 0) -> None:
+        pairs: dict[_Cut, dict[int, list[tuple[int, int]]]] = {}
+        for tile in pair(source, dest, dest_rank):
+            by_rank = pairs.setdefault(_Cut.of(tile), {})
+            by_rank.setdefault(tile.source.rank, []).append((tile.source_index, tile.dest_index))
+        # Cut → source rank → the pairs of buffers cut so, [pairs, (source index, destination index)].
+        self._pairs = {
+            cut: {rank: np.array(found, np.int64) for rank, found in by_rank.items()} for cut, by_rank in pairs.items()
+        }
+
+    @cached_property
+    def source_ranks(self) -> tuple[int, ...]:
+        """The ranks to connect to, ascending."""
+        return tuple(sorted({rank for by_rank in self._pairs.values() for rank in by_rank}))
+
+    def plan(
+        self,
+        source_tables: BlockTables,
+        dest_tables: BlockTables,
+        first_token: int,
+        num_tokens: int,
+        resume_token: int | None = None,
+    ) -> ReadPlan:
+        """The runs that bring the tokens [first_token, num_tokens).
+
+        `*_tables[attn_type]` are block ids in logical order, the same for all ranks. `resume_token` is the first one
+        the destination computes itself; None: `num_tokens`. Raises ValueError when the range is not a range, a table is
+        too short, a block id does not exist, or the source has no block for tokens that the token at `resume_token`
+        will look at and for which the destination has one.
+        """
+        resume = num_tokens if resume_token is None else resume_token
+        if not 0 <= first_token <= num_tokens <= resume:
+            raise ValueError(f"tokens [{first_token}, {num_tokens}) before token {resume} are not a range")
+        tokens = _Range(first_token, num_tokens, resume)
+        parts: dict[int, list[tuple[Int64Array, _Pieces]]] = {rank: [] for rank in self.source_ranks}
+        for cut, by_rank in self._pairs.items():
+            pieces = _cut_tokens(cut, source_tables, dest_tables, tokens)
+            for rank, pairs in by_rank.items():
+                parts[rank].append((pairs, pieces))
+        return ReadPlan(runs={rank: _spread(found) for rank, found in parts.items()})
 
 
 def plan_read(
@@ -49,122 +190,93 @@ def plan_read(
     first_token: int,
     num_tokens: int,
 ) -> Runs:
-    """The runs that bring the tokens [first_token, num_tokens) from `source` to `dest`; buffer by buffer, by token.
-
-    `*_tables[attn_type]` are block ids in logical order. The layouts must have no difference that `compare` names,
-    other than how blocks and heads are cut. Raises ValueError when the range is not a range, a buffer of `dest` is
-    missing in `source`, a table is too short, a block id does not exist, or the source has no block for tokens that the
-    token at `num_tokens` will look at and for which the destination has one.
-    """
-    if not 0 <= first_token <= num_tokens:
-        raise ValueError(f"tokens [{first_token}, {num_tokens}) are not a range")
-    source_index = source.index_of()
-    cuts: dict[_CutKey, _Pieces] = {}
-    pairs: list[tuple[int, int, _Pieces]] = []
-    for dst_index, b in enumerate(dest.buffers):
-        if b.key not in source_index:
-            raise ValueError(f"{b.place} is missing in the source")
-        src_index = source_index[b.key]
-        a = source.buffers[src_index]
-        key = (b.attn_type, a.block_size, b.block_size, a.first_head, a.num_heads, b.first_head, b.num_heads,
-               b.bytes_per_head, a.num_bytes, b.num_bytes)  # fmt: skip
-        if key not in cuts:
-            cuts[key] = _cut(a, b, source_tables, dest_tables, first_token, num_tokens)
-            _check_size(a, cuts[key].src, cuts[key].length, "source")
-            _check_size(b, cuts[key].dst, cuts[key].length, "destination")
-        pairs.append((src_index, dst_index, cuts[key]))
-    return _spread(pairs)
+    """The runs between two engines of one rank each, as `ReadPlanner` makes them. Raises ValueError for more ranks."""
+    if source.num_ranks > 1 or dest.num_ranks > 1:
+        raise ValueError(f"engines of 1 rank are joined here, given {source.num_ranks} and {dest.num_ranks} ranks")
+    plan = ReadPlanner(source, dest).plan(source_tables, dest_tables, first_token, num_tokens)
+    return plan.runs.get(0, _spread([]))
 
 
-def _cut(
-    a: BufferLayout, b: BufferLayout, source_tables: BlockTables, dest_tables: BlockTables, first: int, end: int
-) -> _Pieces:
-    """Merged pieces for the tokens [first, end) between a buffer like `a` and one like `b`."""
-    src_table = _table(source_tables, a, end, "source")
-    dst_table = _table(dest_tables, b, end, "destination")
-    first_head = max(a.first_head, b.first_head)
-    num_heads = min(a.first_head + a.num_heads, b.first_head + b.num_heads) - first_head
-    if num_heads <= 0:
-        return _Pieces(*(np.empty(0, np.int64) for _ in range(3)))
-    is_whole = num_heads == a.num_heads == b.num_heads
-    token, num = _segments(first, end, a.block_size if is_whole else 1, b.block_size if is_whole else 1)
-    src_block, dst_block = src_table[token // a.block_size], dst_table[token // b.block_size]
-    _check_visible(b, token, num, (src_block == NULL_BLOCK) & (dst_block != NULL_BLOCK), end)
+def _cut_tokens(cut: _Cut, source_tables: BlockTables, dest_tables: BlockTables, tokens: _Range) -> _Pieces:
+    """Merged pieces of the tokens between two buffers cut so."""
+    src_table = _table(source_tables, cut.attn_type, cut.source, tokens.end, "source")
+    dst_table = _table(dest_tables, cut.attn_type, cut.dest, tokens.end, "destination")
+    sizes = (cut.source.block_size, cut.dest.block_size) if cut.has_adjoining_tokens() else (1, 1)
+    token, num = _segments(tokens, *sizes)
+    src_block, dst_block = src_table[token // cut.source.block_size], dst_table[token // cut.dest.block_size]
+    _check_visible(cut, token + num, (src_block == NULL_BLOCK) & (dst_block != NULL_BLOCK), tokens)
     real = (src_block != NULL_BLOCK) & (dst_block != NULL_BLOCK)
     token, num = token[real], num[real]
+    head = np.arange(0, cut.num_heads, cut.heads_per_piece(), dtype=np.int64)
     return _merge(
-        _offset(a, src_block[real], token, first_head),
-        _offset(b, dst_block[real], token, first_head),
-        num * (num_heads * b.bytes_per_head),
+        _offset(cut.source, src_block[real], token, head),
+        _offset(cut.dest, dst_block[real], token, head),
+        np.repeat(num * (cut.heads_per_piece() * cut.bytes_per_head), len(head)),
     )
 
 
-def _table(tables: BlockTables, buffer: BufferLayout, num_tokens: int, side: str) -> Int64Array:
-    table = np.asarray(tables.get(buffer.attn_type, ()), np.int64)
-    needed = -(-num_tokens // buffer.block_size)
+def _table(tables: BlockTables, attn_type: str, side: _Side, num_tokens: int, name: str) -> Int64Array:
+    table = np.asarray(tables.get(attn_type, ()), np.int64)
+    needed = -(-num_tokens // side.block_size)
     if len(table) < needed:
         raise ValueError(
-            f"{side} block table of {buffer.attn_type} has {len(table)} blocks, {num_tokens} tokens need {needed}"
+            f"{name} block table of {attn_type} has {len(table)} blocks, {num_tokens} tokens need {needed}"
         )
-    return table[:needed]
+    table = table[:needed]
+    if wrong := table[(table < 0) | (table >= side.num_blocks)].tolist():
+        raise ValueError(
+            f"{name} block table of {attn_type} names block {wrong[0]}, its blocks are 0 to {side.num_blocks - 1}"
+        )
+    return table
 
 
-def _segments(first: int, end: int, block_size_a: int, block_size_b: int) -> tuple[Int64Array, Int64Array]:
-    """First token and number of tokens of each segment of [first, end)."""
-    starts = np.arange(first - first % block_size_a, end, block_size_a, dtype=np.int64)
-    if block_size_a != block_size_b:
-        starts = np.union1d(starts, np.arange(first - first % block_size_b, end, block_size_b, dtype=np.int64))
-    starts = np.unique(np.maximum(starts, first))
+def _segments(tokens: _Range, *block_sizes: int) -> tuple[Int64Array, Int64Array]:
+    """First token and number of tokens of each segment, cut at the blocks of every size."""
+    first, end = tokens.first, tokens.end
+    grids = [np.arange(first - first % size, end, size, dtype=np.int64) for size in set(block_sizes)]
+    starts = np.unique(np.maximum(np.concatenate(grids), first))
     starts = starts[starts < end]  # an empty range has none
     return starts, np.diff(starts, append=end)
 
 
-def _check_visible(buffer: BufferLayout, token: Int64Array, num: Int64Array, lost: np.ndarray, end: int) -> None:
-    """The token at `end` sees all before it, or the last `sliding_window - 1` of them; none of these may be lost."""
-    seen_from = max(0, end - buffer.sliding_window + 1) if buffer.sliding_window else 0
-    lost = lost & (token + num > seen_from)
+def _check_visible(cut: _Cut, segment_end: Int64Array, lost: np.ndarray, tokens: _Range) -> None:
+    """The token at `resume` sees all before it, or the last `sliding_window - 1` of them; none of these may be lost."""
+    seen_from = max(0, tokens.resume - cut.sliding_window + 1) if cut.sliding_window else 0
+    lost = lost & (segment_end > seen_from)
     if lost.any():
-        raise ValueError(
-            f"the source has no {buffer.attn_type} block for token {token[np.argmax(lost)]}, which token {end} sees"
-        )
+        token = segment_end[np.argmax(lost)] - 1
+        raise ValueError(f"the source has no {cut.attn_type} block for token {token}, which token {tokens.resume} sees")
 
 
-def _offset(buffer: BufferLayout, block: Int64Array, token: Int64Array, first_head: int) -> Int64Array:
-    """Byte offset of (block, token, head) in a buffer."""
-    return (
-        block * buffer.bytes_per_block
-        + token % buffer.block_size * buffer.bytes_per_token
-        + (first_head - buffer.first_head) * buffer.bytes_per_head
-    )
+def _offset(side: _Side, block: Int64Array, token: Int64Array, head: Int64Array) -> Int64Array:
+    """Byte offset of every head (counted from the first moved one) of each (block, token): [tokens * heads]."""
+    start = block * side.block_step + token % side.block_size * side.token_step + side.first_head
+    offset: Int64Array = (start[:, None] + head * side.head_step).ravel()
+    return offset
 
 
 def _merge(src: Int64Array, dst: Int64Array, length: Int64Array) -> _Pieces:
+    """Ascending by source; only neighbours there can adjoin on both sides."""
     if not len(length):
         return _Pieces(src, dst, length)
+    if (src[1:] < src[:-1]).any():
+        order = np.argsort(src, kind="stable")
+        src, dst, length = src[order], dst[order], length[order]
     adjoins = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
     starts = np.flatnonzero(np.concatenate(([True], ~adjoins)))
     return _Pieces(src[starts], dst[starts], np.add.reduceat(length, starts))
 
 
-def _check_size(buffer: BufferLayout, offset: Int64Array, length: Int64Array, side: str) -> None:
-    if len(offset) and (offset.min() < 0 or (offset + length).max() > buffer.num_bytes):
-        raise ValueError(
-            f"{side} block table of {buffer.attn_type} names a block that {buffer.place} does not have "
-            f"(its blocks are 0 to {buffer.num_blocks - 1})"
-        )
-
-
-def _spread(pairs: list[tuple[int, int, _Pieces]]) -> Runs:
-    """The pieces of every pair of buffers (source index, destination index, pieces), one after the other."""
-    counts = [len(pieces.length) for _, _, pieces in pairs]
+def _spread(parts: list[tuple[Int64Array, _Pieces]]) -> Runs:
+    """The pieces of each part for each of its pairs of buffers, one pair after the other."""
 
     def joined(arrays: list[Int64Array]) -> Int64Array:
         return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
     return Runs(
-        src_buffer=np.repeat(np.array([src for src, _, _ in pairs], np.int64), counts),
-        src_offset=joined([pieces.src for _, _, pieces in pairs]),
-        dst_buffer=np.repeat(np.array([dst for _, dst, _ in pairs], np.int64), counts),
-        dst_offset=joined([pieces.dst for _, _, pieces in pairs]),
-        length=joined([pieces.length for _, _, pieces in pairs]),
+        src_buffer=joined([np.repeat(pairs[:, 0], len(pieces.length)) for pairs, pieces in parts]),
+        src_offset=joined([np.tile(pieces.src, len(pairs)) for pairs, pieces in parts]),
+        dst_buffer=joined([np.repeat(pairs[:, 1], len(pieces.length)) for pairs, pieces in parts]),
+        dst_offset=joined([np.tile(pieces.dst, len(pairs)) for pairs, pieces in parts]),
+        length=joined([np.tile(pieces.length, len(pairs)) for pairs, pieces in parts]),
     )

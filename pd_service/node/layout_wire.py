@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from pd_service.rpc import kv_transfer_pb2
 from transfer.layout import BufferLayout, EngineLayout
 
-_BUFFER_FIELDS = (
-    "layer",
-    "cache_name",
-    "attn_type",
-    "block_size",
-    "first_head",
-    "num_heads",
-    "total_heads",
-    "dim",
-    "dtype",
-    "num_bytes",
-    "sliding_window",
-)
+_BUFFER_FIELDS = tuple(field.name for field in fields(BufferLayout))  # named alike in the message
 
 
 def layout_to_wire(layout: EngineLayout) -> kv_transfer_pb2.CacheLayout:
@@ -29,6 +19,7 @@ def layout_to_wire(layout: EngineLayout) -> kv_transfer_pb2.CacheLayout:
 
 
 def layout_from_wire(message: kv_transfer_pb2.CacheLayout) -> EngineLayout:
+    """Raises ValueError naming what cannot be a layout."""
     buffers = tuple(
         BufferLayout(**{name: getattr(buffer, name) for name in _BUFFER_FIELDS}) for buffer in message.buffers
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pd_service/rpc/kv_transfer.proto\x12\x05pd.v1\"\xd3\x01\n\rReaderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.ReaderHelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.pd.v1.OpenTicketH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.pd.v1.RenewTicketH\x00\x12\'\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x14.pd.v1.ConfirmTicketH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.pd.v1.DropTicketH\x00\x42\t\n\x07message\"\xdb\x01\n\rHolderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.HolderHelloH\x00\x12!\n\x07refused\x18\x02 \x01(\x0b\x32\x0e.pd.v1.RefusedH\x00\x12%\n\x06opened\x18\x03 \x01(\x0b\x32\x13.pd.v1.TicketOpenedH\x00\x12+\n\tconfirmed\x18\x04 \x01(\x0b\x32\x16.pd.v1.TicketConfirmedH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.pd.v1.TicketEndedH\x00\x42\t\n\x07message\"s\n\x0bReaderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pd.v1.CacheLayout\"\x90\x01\n\x0bHolderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pd.v1.CacheLayout\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd.v1.PlaneOffer\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\x0c\"\x1a\n\x07Refused\x12\x0f\n\x07reasons\x18\x01 \x03(\t\",\n\nPlaneOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\"R\n\x0b\x43\x61\x63heLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x12.pd.v1.CacheBuffer\"\xda\x01\n\x0b\x43\x61\x63heBuffer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\ncache_name\x18\x02 \x01(\t\x12\x11\n\tattn_type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nfirst_head\x18\x05 \x01(\r\x12\x11\n\tnum_heads\x18\x06 \x01(\r\x12\x13\n\x0btotal_heads\x18\x07 \x01(\r\x12\x0b\n\x03\x64im\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\tnum_bytes\x18\n \x01(\x04\x12\x16\n\x0esliding_window\x18\x0b \x01(\r\"\x1e\n\nOpenTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x7f\n\x0cTicketOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12!\n\x06tables\x18\x02 \x03(\x0b\x32\x11.pd.v1.BlockTable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"6\n\nBlockTable\x12\x11\n\tattn_type\x18\x01 \x01(\t\x12\x15\n\tblock_ids\x18\x02 \x03(\rB\x02\x10\x01\"\x1f\n\x0bRenewTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"!\n\rConfirmTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"2\n\x0fTicketConfirmed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05valid\x18\x02 \x01(\x08\"\x1e\n\nDropTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"/\n\x0bTicketEnded\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2G\n\nKvTransfer\x12\x39\n\x07\x43hannel\x12\x14.pd.v1.ReaderMessage\x1a\x14.pd.v1.HolderMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pd_service/rpc/kv_transfer.proto\x12\x05pd.v1\"\xd3\x01\n\rReaderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.ReaderHelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.pd.v1.OpenTicketH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.pd.v1.RenewTicketH\x00\x12\'\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x14.pd.v1.ConfirmTicketH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.pd.v1.DropTicketH\x00\x42\t\n\x07message\"\xdb\x01\n\rHolderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.HolderHelloH\x00\x12!\n\x07refused\x18\x02 \x01(\x0b\x32\x0e.pd.v1.RefusedH\x00\x12%\n\x06opened\x18\x03 \x01(\x0b\x32\x13.pd.v1.TicketOpenedH\x00\x12+\n\tconfirmed\x18\x04 \x01(\x0b\x32\x16.pd.v1.TicketConfirmedH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.pd.v1.TicketEndedH\x00\x42\t\n\x07message\"s\n\x0bReaderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pd.v1.CacheLayout\"\x90\x01\n\x0bHolderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pd.v1.CacheLayout\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd.v1.PlaneOffer\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\x0c\"\x1a\n\x07Refused\x12\x0f\n\x07reasons\x18\x01 \x03(\t\",\n\nPlaneOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\"R\n\x0b\x43\x61\x63heLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x12.pd.v1.CacheBuffer\"\x80\x02\n\x0b\x43\x61\x63heBuffer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\ncache_name\x18\x02 \x01(\t\x12\x11\n\tattn_type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nfirst_head\x18\x05 \x01(\r\x12\x11\n\tnum_heads\x18\x06 \x01(\r\x12\x13\n\x0btotal_heads\x18\x07 \x01(\r\x12\x0b\n\x03\x64im\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\tnum_bytes\x18\n \x01(\x04\x12\x16\n\x0esliding_window\x18\x0b \x01(\r\x12\x16\n\x0eis_heads_first\x18\x0c \x01(\x08\x12\x0c\n\x04rank\x18\r \x01(\r\"\x1e\n\nOpenTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x7f\n\x0cTicketOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12!\n\x06tables\x18\x02 \x03(\x0b\x32\x11.pd.v1.BlockTable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"6\n\nBlockTable\x12\x11\n\tattn_type\x18\x01 \x01(\t\x12\x15\n\tblock_ids\x18\x02 \x03(\rB\x02\x10\x01\"\x1f\n\x0bRenewTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"!\n\rConfirmTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"2\n\x0fTicketConfirmed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05valid\x18\x02 \x01(\x08\"\x1e\n\nDropTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"/\n\x0bTicketEnded\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2G\n\nKvTransfer\x12\x39\n\x07\x43hannel\x12\x14.pd.v1.ReaderMessage\x1a\x14.pd.v1.HolderMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,23 +48,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHELAYOUT']._serialized_start=817
   _globals['_CACHELAYOUT']._serialized_end=899
   _globals['_CACHEBUFFER']._serialized_start=902
-  _globals['_CACHEBUFFER']._serialized_end=1120
-  _globals['_OPENTICKET']._serialized_start=1122
-  _globals['_OPENTICKET']._serialized_end=1152
-  _globals['_TICKETOPENED']._serialized_start=1154
-  _globals['_TICKETOPENED']._serialized_end=1281
-  _globals['_BLOCKTABLE']._serialized_start=1283
-  _globals['_BLOCKTABLE']._serialized_end=1337
-  _globals['_RENEWTICKET']._serialized_start=1339
-  _globals['_RENEWTICKET']._serialized_end=1370
-  _globals['_CONFIRMTICKET']._serialized_start=1372
-  _globals['_CONFIRMTICKET']._serialized_end=1405
-  _globals['_TICKETCONFIRMED']._serialized_start=1407
-  _globals['_TICKETCONFIRMED']._serialized_end=1457
-  _globals['_DROPTICKET']._serialized_start=1459
-  _globals['_DROPTICKET']._serialized_end=1489
-  _globals['_TICKETENDED']._serialized_start=1491
-  _globals['_TICKETENDED']._serialized_end=1538
-  _globals['_KVTRANSFER']._serialized_start=1540
-  _globals['_KVTRANSFER']._serialized_end=1611
+  _globals['_CACHEBUFFER']._serialized_end=1158
+  _globals['_OPENTICKET']._serialized_start=1160
+  _globals['_OPENTICKET']._serialized_end=1190
+  _globals['_TICKETOPENED']._serialized_start=1192
+  _globals['_TICKETOPENED']._serialized_end=1319
+  _globals['_BLOCKTABLE']._serialized_start=1321
+  _globals['_BLOCKTABLE']._serialized_end=1375
+  _globals['_RENEWTICKET']._serialized_start=1377
+  _globals['_RENEWTICKET']._serialized_end=1408
+  _globals['_CONFIRMTICKET']._serialized_start=1410
+  _globals['_CONFIRMTICKET']._serialized_end=1443
+  _globals['_TICKETCONFIRMED']._serialized_start=1445
+  _globals['_TICKETCONFIRMED']._serialized_end=1495
+  _globals['_DROPTICKET']._serialized_start=1497
+  _globals['_DROPTICKET']._serialized_end=1527
+  _globals['_TICKETENDED']._serialized_start=1529
+  _globals['_TICKETENDED']._serialized_end=1576
+  _globals['_KVTRANSFER']._serialized_start=1578
+  _globals['_KVTRANSFER']._serialized_end=1649
 # @@protoc_insertion_point(module_scope)

@@ -85,7 +85,7 @@ class CacheLayout(_message.Message):
     def __init__(self, version: _Optional[int] = ..., model: _Optional[str] = ..., buffers: _Optional[_Iterable[_Union[CacheBuffer, _Mapping]]] = ...) -> None: ...
 
 class CacheBuffer(_message.Message):
-    __slots__ = ("layer", "cache_name", "attn_type", "block_size", "first_head", "num_heads", "total_heads", "dim", "dtype", "num_bytes", "sliding_window")
+    __slots__ = ("layer", "cache_name", "attn_type", "block_size", "first_head", "num_heads", "total_heads", "dim", "dtype", "num_bytes", "sliding_window", "is_heads_first", "rank")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     CACHE_NAME_FIELD_NUMBER: _ClassVar[int]
     ATTN_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,8 @@ class CacheBuffer(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    IS_HEADS_FIRST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     layer: int
     cache_name: str
     attn_type: str
@@ -108,7 +110,9 @@ class CacheBuffer(_message.Message):
     dtype: str
     num_bytes: int
     sliding_window: int
-    def __init__(self, layer: _Optional[int] = ..., cache_name: _Optional[str] = ..., attn_type: _Optional[str] = ..., block_size: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., total_heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sliding_window: _Optional[int] = ...) -> None: ...
+    is_heads_first: bool
+    rank: int
+    def __init__(self, layer: _Optional[int] = ..., cache_name: _Optional[str] = ..., attn_type: _Optional[str] = ..., block_size: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., total_heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sliding_window: _Optional[int] = ..., is_heads_first: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class OpenTicket(_message.Message):
     __slots__ = ("lease_id",)
