@@ -161,8 +161,8 @@ def draw_shape(draw: random.Random) -> Shape:
         max_waiting=draw.choice([2, 20]),
         max_preemptions=draw.randint(0, 2),
         has_prefix_cache=draw.random() < 0.6,
-        method=method,
-        num_drafts=num_drafts,
+        method=draw.choice(methods),
+        num_drafts=draw.randint(1, 4),
     )
 
 
