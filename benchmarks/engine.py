@@ -123,7 +123,10 @@ def draw_prompt(length: int, seed: int) -> list[int]:
 
 
 def measure_scheduler(engine: ExecutionEngine, num_requests: int, num_steps: int) -> dict[str, float]:
-    """Median milliseconds of a step of `num_requests` decodes: all but the model, and its arrays on their own."""
+    """Median milliseconds of a step of `num_requests` decodes: all but the model, and its arrays on their own.
+
+    Raises RuntimeError when the engine cannot run that many at once.
+    """
     arrays_s: list[float] = []
 
     def run(rows: Sequence[InputRow]) -> list[StepResult]:
@@ -137,6 +140,8 @@ def measure_scheduler(engine: ExecutionEngine, num_requests: int, num_steps: int
     engine.worker.run = run  # type: ignore[method-assign]
     for request in range(num_requests):
         engine.handle(Submit(make_request(f"request-{request}", draw_prompt(64, request))), 0.0)
+    if (running := engine.scheduler.load().running) < num_requests:
+        raise RuntimeError(f"the engine runs {running} of {num_requests} requests at once")
     while len(arrays_s) < 2 or engine.scheduler.load().queued_tokens > num_requests:
         engine.step()
     arrays_s.clear()
