@@ -148,10 +148,7 @@ def draw_shape(draw: random.Random) -> Shape:
     """Pools that hold one request of the greatest length, and little more."""
     block_size = draw.choice([1, 2, 4])
     max_num_seqs = draw.randint(1, 5)
-    method, num_drafts = (
-        draw.choice(get_args(SpeculativeSettings.model_fields["method"].annotation)),
-        draw.randint(1, 4),
-    )
+    methods = get_args(SpeculativeSettings.model_fields["method"].annotation)
     return Shape(
         attn_types=draw.choice([("FullAttention",), ("FullAttention", "SlidingWindow"), ("SlidingWindow",)]),
         block_size=block_size,
