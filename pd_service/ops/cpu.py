@@ -1,5 +1,7 @@
 """The operators in plain torch: what runs on a CPU, and the specification for every other device.
 
+Where this machine can compile them, the kernels of `native` do the same faster, but for rounding.
+
 Each function is pure except `write_kv`, which writes the cache. With oneDNN, a row (token) of a result never depends on
 the other rows of the batch, to the last bit: a request gets the same tokens alone and among others.
 
@@ -30,7 +32,7 @@ from pd_service.ops.cpu_linear import pack_head_linear as pack_head_linear
 from pd_service.ops.cpu_linear import pack_linear as pack_linear
 from pd_service.ops.metadata import ForwardMetadata
 
-PAGED_ATTENTION = "paged, torch SDPA"  # for people to read
+PAGED_ATTENTION = "paged, C kernels or torch SDPA"  # for people to read
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
