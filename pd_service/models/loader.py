@@ -100,19 +100,19 @@ def _destinations(model: CausalLM) -> dict[str, torch.Tensor]:
     places: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         parameters = {k: p for k, p in module.named_parameters(recurse=False) if id(p) not in seen}
         seen |= {id(p) for p in parameters.values()}
-        if name_tensors := getattr(module, "checkpoint_tensors", None):
-            places |= {f"{path}.{name}": tensor for name, tensor in name_tensors().items()}
-            continue
         parent, _, leaf = path.rpartition(".")
-        if leaf in model.merged_weights:
+        if name_tensors := getattr(module, "checkpoint_tensors", None):
+            places |= {f"{prefix}{name}": tensor for name, tensor in name_tensors().items()}
+        elif leaf in model.merged_weights:
             parts = [f"{parent}.{part}" for part in model.merged_weights[leaf]]
             for kind, parameter in parameters.items():
                 slices = parameter.data.split(module.out_sizes)  # type: ignore[arg-type]
                 places |= {f"{part}.{kind}": piece for part, piece in zip(parts, slices, strict=True)}
         else:
-            places |= {f"{path}.{kind}": parameter.data for kind, parameter in parameters.items()}
+            places |= {f"{prefix}{kind}": parameter.data for kind, parameter in parameters.items()}
     return places
 
 
