@@ -8,6 +8,7 @@ ended lease nor another incarnation stops it. Only the confirm can.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
 from pd_service.request import RequestId, Ticket
 from tests.sim_network import Connection, now
-from transfer.lease import LeaseTable
+from transfer.lease import ENDED, LeaseState, LeaseTable, Pull
 
 if TYPE_CHECKING:
     from tests.sim_engine import SimEngine
@@ -30,29 +31,39 @@ class Channel:
         self.connection = connection
         self._holder = holder
         self._timeout_s = timeout_s
-        self._answers: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        self._answers: dict[tuple[str, str, int], asyncio.Future[Any]] = {}
+        self._pull_ids = itertools.count(1)
         self.is_broken = False
         connection.on_cut(self._break)
         connection.on_cut(lambda: holder.forget(self))
 
-    async def ask(self, kind: str, lease_id: str) -> Any:
+    async def open(self, lease_id: str) -> tuple[int, Hold]:
+        """The number of the pull that begins, and what the holder has under the ticket."""
+        pull_id = next(self._pull_ids)
+        try:
+            return pull_id, await self.ask("open", lease_id, pull_id)
+        except (TransferFailed, asyncio.CancelledError):
+            self.tell("drop", lease_id, pull_id)
+            raise
+
+    async def ask(self, kind: str, lease_id: str, pull_id: int) -> Any:
         if self.is_broken:
             raise TransferFailed("the channel broke")
-        answer = self._answers[kind, lease_id] = asyncio.get_running_loop().create_future()
-        self.tell(kind, lease_id)
+        answer = self._answers[kind, lease_id, pull_id] = asyncio.get_running_loop().create_future()
+        self.tell(kind, lease_id, pull_id)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await answer
         except TimeoutError as error:
             raise TransferFailed("no answer in time") from error
         finally:
-            self._answers.pop((kind, lease_id), None)
+            self._answers.pop((kind, lease_id, pull_id), None)
 
-    def tell(self, kind: str, lease_id: str) -> None:
-        self.connection.up.send(self._holder.receive, self, kind, lease_id)
+    def tell(self, kind: str, lease_id: str, pull_id: int) -> None:
+        self.connection.up.send(self._holder.receive, self, kind, lease_id, pull_id)
 
-    def answered(self, kind: str, lease_id: str, result: object) -> None:
-        answer = self._answers.get((kind, lease_id))
+    def answered(self, kind: str, lease_id: str, pull_id: int, result: object) -> None:
+        answer = self._answers.get((kind, lease_id, pull_id))
         if answer is not None and not answer.done():
             answer.set_result(result)
 
@@ -64,7 +75,7 @@ class Channel:
         self._fail(TransferFailed("the channel broke"), None)
 
     def _fail(self, error: TransferFailed, lease_id: str | None) -> None:
-        for (_, asked), answer in self._answers.items():
+        for (_, asked, _), answer in self._answers.items():
             if lease_id in (None, asked) and not answer.done():
                 answer.set_exception(error)
 
@@ -73,7 +84,7 @@ class Channel:
 class _Held:
     hold: Hold
     owner: object
-    opened_by: list[Channel] = field(default_factory=list)
+    opened_by: set[Channel] = field(default_factory=set)
 
 
 class SimHolder:
@@ -106,8 +117,8 @@ class SimHolder:
         )
 
     def release(self, lease_id: str) -> None:
-        if self._leases.release(lease_id, now()):
-            self._end(lease_id, "released")
+        if state := self._leases.release(lease_id, now()):
+            self._end(lease_id, state)
 
     def release_request(self, request_id: RequestId) -> None:
         self._release_if(lambda held: held.hold.request_id == request_id)
@@ -116,37 +127,38 @@ class SimHolder:
         self._release_if(lambda held: held.owner is owner)
 
     def forget(self, channel: Channel) -> None:
-        self._release_if(lambda held: channel in held.opened_by)
+        for held in self._held.values():
+            held.opened_by.discard(channel)
+        for lease_id, state in self._leases.lose(channel, now()).items():
+            self._end(lease_id, state)
 
     def _release_if(self, condition: Callable[[_Held], bool]) -> None:
         for lease_id in [key for key, held in self._held.items() if condition(held)]:
             self.release(lease_id)
 
-    def receive(self, channel: Channel, kind: str, lease_id: str) -> None:
-        held = self._held.get(lease_id)
-        if kind == "open":
-            if held is not None and self._leases.read_opened(lease_id, now()):
-                held.opened_by.append(channel)
-                channel.connection.down.send(channel.answered, kind, lease_id, held.hold)
-            else:
-                channel.connection.down.send(channel.ended, lease_id)
-        elif kind == "renew":
-            if not self._leases.renew(lease_id, now()):
-                channel.connection.down.send(channel.ended, lease_id)
-        elif kind == "confirm":
-            is_valid = held is not None and channel in held.opened_by and self._leases.confirm(lease_id, now())
-            if is_valid:
-                self._end(lease_id, "confirmed", asked_by=channel)
-            channel.connection.down.send(channel.answered, kind, lease_id, is_valid)
-        elif kind == "drop" and held is not None and channel in held.opened_by:
-            held.opened_by.remove(channel)
+    def receive(self, channel: Channel, kind: str, lease_id: str, pull_id: int) -> None:
+        on_event = {
+            "open": self._leases.read_opened,
+            "renew": self._leases.renew,
+            "confirm": self._leases.confirm,
+            "drop": self._leases.drop,
+        }
+        state = on_event[kind](lease_id, Pull(channel, pull_id), now())
+        if state is not None and state in ENDED:
+            self._end(lease_id, state)
+        if kind == "confirm":
+            channel.connection.down.send(channel.answered, kind, lease_id, pull_id, state is not None)
+        elif kind == "open" and state is not None:
+            self._held[lease_id].opened_by.add(channel)
+            channel.connection.down.send(channel.answered, kind, lease_id, pull_id, self._held[lease_id].hold)
+        elif kind in ("open", "renew") and not self._leases.is_live(lease_id, now()):
+            channel.connection.down.send(channel.ended, lease_id)
 
-    def _end(self, lease_id: str, reason: str, asked_by: Channel | None = None) -> None:
+    def _end(self, lease_id: str, state: LeaseState) -> None:
         held = self._held.pop(lease_id)
-        self.ends.append(reason)
-        for channel in held.opened_by:
-            if channel is not asked_by:
-                channel.connection.down.send(channel.ended, lease_id)
+        self.ends.append(state.value)
+        for channel in held.opened_by if state is not LeaseState.CONFIRMED else ():
+            channel.connection.down.send(channel.ended, lease_id)
         self._release_blocks(held.hold.request_id)
 
     def _set_timer(self) -> None:
@@ -157,7 +169,7 @@ class SimHolder:
     def _sweep(self) -> None:
         self._timer = None
         for lease_id in self._leases.sweep(now()):
-            self._end(lease_id, "expired")
+            self._end(lease_id, LeaseState.EXPIRED)
         self._set_timer()
 
     def close(self) -> None:
@@ -168,7 +180,7 @@ class SimHolder:
 class _Claim:
     """A ticket in use by one request: opened at once, renewed until the pull has ended."""
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Channel, Hold]], lease_s: float) -> None:
+    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Channel, int, Hold]], lease_s: float) -> None:
         self.ticket = ticket
         self.opening = opening
         self._lease_s = lease_s
@@ -176,7 +188,7 @@ class _Claim:
         self._has_ended = False
         opening.add_done_callback(self._keep)
 
-    def _keep(self, opening: asyncio.Task[tuple[Channel, Hold]]) -> None:
+    def _keep(self, opening: asyncio.Task[tuple[Channel, int, Hold]]) -> None:
         if not opening.cancelled() and opening.exception() is None and not self._has_ended:
             self._schedule()
 
@@ -184,7 +196,7 @@ class _Claim:
         self._renewal = asyncio.get_running_loop().call_later(self._lease_s / 3, self._renew)
 
     def _renew(self) -> None:
-        self.opening.result()[0].tell("renew", self.ticket.lease_id)
+        self._tell("renew")
         self._schedule()
 
     def end(self, *, dropped: bool) -> None:
@@ -194,7 +206,11 @@ class _Claim:
         if not self.opening.done():
             self.opening.cancel()
         elif dropped and not self.opening.cancelled() and self.opening.exception() is None:
-            self.opening.result()[0].tell("drop", self.ticket.lease_id)
+            self._tell("drop")
+
+    def _tell(self, kind: str) -> None:
+        channel, pull_id, _ = self.opening.result()
+        channel.tell(kind, self.ticket.lease_id, pull_id)
 
 
 class SimReader:
@@ -241,13 +257,13 @@ class SimReader:
 
     async def _pull(self, order: PullOrder, claim: _Claim) -> PullStats:
         started_at = now()
-        channel, hold = await asyncio.shield(claim.opening)
+        channel, pull_id, hold = await asyncio.shield(claim.opening)
         if (hold.token_digest, hold.num_tokens) != (order.ticket.token_digest, order.ticket.num_tokens):
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
         reading_at = now()
         await self._read(order, hold)
         read_at = now()
-        if not self._engine.settings.skips_confirm and not await channel.ask("confirm", claim.ticket.lease_id):
+        if not self._engine.settings.skips_confirm and not await channel.ask("confirm", claim.ticket.lease_id, pull_id):
             raise TransferFailed("the holder says that the lease ended before the pull did")
         return PullStats(
             received_ms=(read_at - started_at) * 1e3,
@@ -274,9 +290,9 @@ class SimReader:
                     raise TransferFailed("nothing answers at the holder's address")
                 engine.cache.write_block(attn_type, target, holder.cache.read_block(attn_type, source))
 
-    async def _open(self, ticket: Ticket) -> tuple[Channel, Hold]:
+    async def _open(self, ticket: Ticket) -> tuple[Channel, int, Hold]:
         channel = await self._channel(ticket)
-        return channel, await channel.ask("open", ticket.lease_id)
+        return channel, *await channel.open(ticket.lease_id)
 
     async def _channel(self, ticket: Ticket) -> Channel:
         """The channel to this life of the holder, made on first use and again after it was lost."""

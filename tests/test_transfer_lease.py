@@ -1,12 +1,16 @@
-"""Laws of `transfer.lease`: small cases exhaustively, large ones by a state machine against a simple model."""
+"""Laws of `transfer.lease`, one by one, and a state machine of many leases and readers against a simple model.
+
+`test_transfer_lease_worlds.py` goes through all stories of few.
+"""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from transfer.lease import (
     ENDED,
@@ -15,18 +19,29 @@ from transfer.lease import (
     LeaseEvent,
     LeaseState,
     LeaseTable,
+    Pull,
     next_state,
 )
 
 LEASE_S = 10.0
-CALLS = ("renew", "read_opened", "confirm", "release", "sweep")
+X, Y = Pull("x", 1), Pull("y", 1)
+PULL_EVENTS = ("read_opened", "renew", "confirm", "drop")
 
 
-def call(table: LeaseTable, name: str, now: float) -> bool:
-    """Whether the call on lease "a" did something."""
-    if name == "sweep":
-        return table.sweep(now) == ["a"]
-    return bool(getattr(table, name)("a", now))
+def opened_by(*pulls: Pull) -> LeaseTable:
+    """Lease "a" at time 0."""
+    table = LeaseTable(LEASE_S)
+    table.open("a", 0.0)
+    for pull in pulls:
+        assert table.read_opened("a", pull, 0.0)
+    return table
+
+
+def call(table: LeaseTable, name: str, now: float) -> LeaseState | None:
+    if name == "release":
+        return table.release("a", now)
+    state: LeaseState | None = getattr(table, name)("a", X, now)
+    return state
 
 
 def test_the_table_ends_in_ended_states_and_never_leaves_them() -> None:
@@ -39,54 +54,125 @@ def test_the_table_ends_in_ended_states_and_never_leaves_them() -> None:
                 next_state(state, event)
 
 
-@pytest.mark.parametrize("waits", list(itertools.product((0.0, 6.0, 10.0), repeat=4)))
-def test_every_short_story_of_one_lease(waits: tuple[float, ...]) -> None:
-    """All sequences of four calls with all pauses, against the rules written out."""
-    for names in itertools.product(CALLS, repeat=4):
-        table = LeaseTable(LEASE_S)
-        table.open("a", 0.0)
-        now, deadline, is_read, is_live = 0.0, LEASE_S, False, True
-        for name, wait in zip(names, waits, strict=True):
-            now += wait
-            in_time = is_live and now < deadline
-            expected = {
-                "renew": in_time,
-                "read_opened": in_time,
-                "confirm": in_time and is_read,
-                "release": in_time,
-                "sweep": is_live and now >= deadline,
-            }[name]
-            assert call(table, name, now) is expected, (names, waits, name)
-            if expected and name in ("renew", "read_opened"):
-                deadline, is_read = now + LEASE_S, is_read or name == "read_opened"
-            elif expected:
-                is_live = False
-            assert len(table) == is_live
-            assert table.next_deadline() == (deadline if is_live else None)
+def test_every_live_state_can_be_released_and_expires() -> None:
+    for state in set(LeaseState) - ENDED:
+        assert next_state(state, LeaseEvent.RELEASE) is LeaseState.RELEASED
+        assert next_state(state, LeaseEvent.EXPIRE) is LeaseState.EXPIRED
 
 
-@pytest.mark.parametrize("name", ["renew", "read_opened", "confirm", "release"])
+# ---- time
+
+
+@pytest.mark.parametrize("name", [*PULL_EVENTS, "release"])
 def test_a_lease_over_its_time_has_ended_before_any_sweep(name: str) -> None:
-    table = LeaseTable(LEASE_S)
-    table.open("a", 0.0)
-    assert table.read_opened("a", 0.0)
-    assert not call(table, name, LEASE_S)
+    table = opened_by(X)
+    assert call(table, name, LEASE_S) is None
+    assert not table.is_live("a", LEASE_S)
+    assert table.lose("x", LEASE_S) == {}
     assert table.sweep(LEASE_S) == ["a"]
     assert table.sweep(LEASE_S) == []
 
 
-def test_a_clock_that_goes_back_revives_nothing() -> None:
-    table = LeaseTable(LEASE_S)
-    table.open("a", 0.0)
-    assert not table.renew("a", LEASE_S)
-    assert not table.renew("a", 1.0)
+@pytest.mark.parametrize("name", PULL_EVENTS)
+def test_a_clock_that_goes_back_revives_nothing(name: str) -> None:
+    table = opened_by(X)
+    assert not table.is_live("a", LEASE_S)
+    assert call(table, name, 1.0) is None
     assert table.sweep(1.0) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["read_opened", "renew"])
+def test_a_reader_that_waits_keeps_the_lease_for_as_long_as_it_says_so(name: str) -> None:
+    table = opened_by(X)
+    for i in range(1, 50):
+        assert call(table, name, i * 0.9 * LEASE_S)
+        assert table.next_deadline() == i * 0.9 * LEASE_S + LEASE_S
+    assert table.confirm("a", X, 49.5 * 0.9 * LEASE_S) is LeaseState.CONFIRMED
+
+
+def test_only_a_pull_that_reads_can_extend_a_lease() -> None:
+    table = opened_by(X, Y)
+    assert table.drop("a", Y, 1.0)
+    assert table.renew("a", Y, 2.0) is None
+    assert table.renew("a", Pull("z", 1), 2.0) is None
+    assert table.next_deadline() == LEASE_S
+
+
+def test_a_sweep_ends_every_lease_whose_time_has_passed_and_no_other() -> None:
+    table = LeaseTable(LEASE_S)
+    for i in range(5):
+        table.open(f"l{i}", float(i))
+    assert table.read_opened("l0", X, 4.0)
+    assert table.sweep(12.0) == ["l1", "l2"]
+    assert table.next_deadline() == 13.0
+
+
+# ---- several readers
+
+
+def test_the_lease_outlives_every_confirm_but_the_last() -> None:
+    pulls = [X, Y, Pull("x", 2)]
+    for order in itertools.permutations(pulls):
+        table = opened_by(*pulls)
+        states = [table.confirm("a", pull, 1.0) for pull in order]
+        assert states == [LeaseState.SHARED, LeaseState.SHARED, LeaseState.CONFIRMED]
+        assert len(table) == 0
+
+
+@pytest.mark.parametrize("leave", [LeaseTable.drop, LeaseTable.confirm])
+def test_a_ticket_one_reader_has_used_ends_with_its_last_reader(leave: object) -> None:
+    table = opened_by(X, Y)
+    assert table.confirm("a", X, 1.0) is LeaseState.SHARED
+    assert leave(table, "a", Y, 1.0) is LeaseState.CONFIRMED  # type: ignore[operator]
+
+
+def test_a_ticket_all_readers_have_dropped_is_good_for_another() -> None:
+    table = opened_by(X, Y)
+    assert table.drop("a", X, 1.0) is LeaseState.READING
+    assert table.drop("a", Y, 1.0) is LeaseState.HELD
+    assert table.read_opened("a", Pull("y", 2), 2.0) is LeaseState.READING
+    assert table.confirm("a", Pull("y", 2), 3.0) is LeaseState.CONFIRMED
+
+
+def test_a_lost_reader_ends_what_it_alone_reads_and_nothing_of_others() -> None:
+    table = LeaseTable(LEASE_S)
+    readers = {"alone": [X, Pull("x", 2)], "both": [X, Y], "other": [Y], "nobody": [], "used": [X, Pull("y", 2)]}
+    for lease_id, pulls in readers.items():
+        table.open(lease_id, 0.0)
+        for pull in pulls:
+            table.read_opened(lease_id, pull, 0.0)
+    assert table.confirm("used", Pull("y", 2), 1.0) is LeaseState.SHARED
+    assert table.lose("x", 2.0) == {"alone": LeaseState.RELEASED, "used": LeaseState.CONFIRMED}
+    assert table.lose("x", 2.0) == {}
+    assert table.confirm("both", X, 3.0) is None
+    assert table.confirm("both", Y, 3.0) is LeaseState.CONFIRMED
+    assert "other" in table
+    assert "nobody" in table
+
+
+@pytest.mark.parametrize("leave", ["drop", "confirm"])
+@pytest.mark.parametrize("name", PULL_EVENTS)
+def test_a_pull_that_is_over_stays_over(leave: str, name: str) -> None:
+    table = opened_by(X, Y)
+    assert call(table, leave, 1.0)
+    assert call(table, name, 2.0) is None
+    assert table.next_deadline() == LEASE_S
+    assert table.confirm("a", Y, 3.0) is LeaseState.CONFIRMED
+
+
+def test_a_confirm_without_an_opening_ends_nothing() -> None:
+    table = opened_by(X)
+    assert table.confirm("a", Y, 1.0) is None
+    assert table.confirm("a", Pull("x", 2), 1.0) is None
+    assert table.confirm("a", X, 1.0) is LeaseState.CONFIRMED
+
+
+# ---- ids
 
 
 @pytest.mark.parametrize("now", [1.0, 10.0, 50.0])
 def test_a_collision_is_refused_and_leaves_the_first_untouched(now: float) -> None:
-    table = LeaseTable(LEASE_S)
-    table.open("a", 0.0)
+    table = opened_by()
     with pytest.raises(ValueError, match="lease 'a' exists already"):
         table.open("a", now)
     assert (len(table), table.next_deadline()) == (1, LEASE_S)
@@ -108,90 +194,122 @@ def test_ids_are_compared_exactly() -> None:
     assert "req-1" not in table
 
 
-def test_a_sweep_ends_every_lease_whose_time_has_passed_and_no_other() -> None:
-    table = LeaseTable(LEASE_S)
-    for i in range(5):
-        table.open(f"l{i}", float(i))
-    assert table.renew("l0", 4.0)
-    assert table.sweep(12.0) == ["l1", "l2"]
-    assert table.next_deadline() == 13.0
+# ---- many leases, many readers, many incarnations
+
+
+@dataclass
+class Known:
+    """A lease as the model remembers it, and the block that is its alone until it ends."""
+
+    block: int
+    deadline: float
+    reading: set[Pull] = field(default_factory=set)
+    over: set[Pull] = field(default_factory=set)
+    is_used: bool = False
 
 
 class Leases(RuleBasedStateMachine):
-    """Many leases; the model remembers of each when it ends and whether it has."""
-
-    ids = Bundle("ids")
+    """A holder with few blocks, in one life after the other. Every id ever used can come again, late."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = LeaseTable(LEASE_S)
         self.now = 0.0
-        self.deadline: dict[str, float] = {}
-        self.was_read: set[str] = set()
-        self.ended: list[str] = []
+        self.num_opened = 0
+        self.num_lives = 0
+        self.start_life()
 
-    @initialize(target=ids)
-    def unknown(self) -> str:
-        return "never opened"
-
-    def is_valid(self, lease_id: str) -> bool:
-        return lease_id in self.deadline and self.now < self.deadline[lease_id]
-
-    def end(self, lease_id: str) -> None:
-        del self.deadline[lease_id]
-        self.ended.append(lease_id)
+    @rule()
+    def start_life(self) -> None:
+        self.num_lives += 1
+        self.table = LeaseTable(LEASE_S)
+        self.live: dict[str, Known] = {}
+        self.free = set(range(6))
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 3.0, 9.99, 10.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(target=ids)
-    def open(self) -> str:
-        lease_id = f"l{len(self.deadline) + len(self.ended)}"
-        self.table.open(lease_id, self.now)
-        self.deadline[lease_id] = self.now + LEASE_S
-        return lease_id
+    @rule()
+    def open(self) -> None:
+        if self.free:
+            self.num_opened += 1
+            self.table.open(f"l{self.num_opened}", self.now)
+            self.live[f"l{self.num_opened}"] = Known(self.free.pop(), self.now + LEASE_S)
 
-    @rule(lease_id=ids, is_read=st.booleans())
-    def extend(self, lease_id: str, is_read: bool) -> None:
-        extend = self.table.read_opened if is_read else self.table.renew
-        assert extend(lease_id, self.now) is self.is_valid(lease_id)
-        if self.is_valid(lease_id):
-            self.deadline[lease_id] = self.now + LEASE_S
-            if is_read:
-                self.was_read.add(lease_id)
+    @rule(data=st.data(), name=st.sampled_from(PULL_EVENTS), reader=st.sampled_from("xyz"), number=st.integers(1, 3))
+    def say(self, data: st.DataObject, name: str, reader: str, number: int) -> None:
+        lease_id = data.draw(st.sampled_from([f"l{i}" for i in range(self.num_opened + 1)]))
+        pull, before = Pull(reader, number), self.live.get(lease_id)
+        state = getattr(self.table, name)(lease_id, pull, self.now)
+        known = before if before is not None and self.now < before.deadline else None
+        expected = known is not None and (pull not in known.over if name == "read_opened" else pull in known.reading)
+        assert (state is not None) is expected
+        if known is not None and expected:
+            self.said(lease_id, known, name, pull)
+            assert state is self.state_of(known)
 
-    @rule(lease_id=ids)
-    def confirm(self, lease_id: str) -> None:
-        expected = self.is_valid(lease_id) and lease_id in self.was_read
-        assert self.table.confirm(lease_id, self.now) is expected
-        if expected:
+    def said(self, lease_id: str, known: Known, name: str, pull: Pull) -> None:
+        if name in ("read_opened", "renew"):
+            known.reading.add(pull)
+            known.deadline = self.now + LEASE_S
+            return
+        known.reading.discard(pull)
+        known.over.add(pull)
+        known.is_used |= name == "confirm"
+        if known.is_used and not known.reading:
             self.end(lease_id)
 
-    @rule(lease_id=ids)
-    def release(self, lease_id: str) -> None:
-        expected = self.is_valid(lease_id)
-        assert self.table.release(lease_id, self.now) is expected
-        if expected:
+    def state_of(self, known: Known) -> LeaseState:
+        if known.reading:
+            return LeaseState.SHARED if known.is_used else LeaseState.READING
+        return LeaseState.CONFIRMED if known.is_used else LeaseState.HELD
+
+    def end(self, lease_id: str) -> None:
+        block = self.live.pop(lease_id).block
+        assert block not in self.free
+        self.free.add(block)
+
+    @rule(reader=st.sampled_from("xyz"))
+    def lose(self, reader: str) -> None:
+        expected = {}
+        for lease_id, known in list(self.live.items()):
+            lost = {pull for pull in known.reading if pull.reader == reader}
+            if lost and self.now < known.deadline:
+                known.reading -= lost
+                known.over |= lost
+                if not known.reading:
+                    expected[lease_id] = LeaseState.CONFIRMED if known.is_used else LeaseState.RELEASED
+                    self.end(lease_id)
+        assert self.table.lose(reader, self.now) == expected
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from([f"l{i}" for i in range(self.num_opened + 1)]))
+        is_live = lease_id in self.live and self.now < self.live[lease_id].deadline
+        assert self.table.is_live(lease_id, self.now) is is_live
+        assert self.table.release(lease_id, self.now) is (LeaseState.RELEASED if is_live else None)
+        if is_live:
             self.end(lease_id)
 
     @rule()
     def sweep(self) -> None:
         over = self.table.sweep(self.now)
-        assert sorted(over) == sorted(i for i, deadline in self.deadline.items() if deadline <= self.now)
+        assert sorted(over) == sorted(i for i, known in self.live.items() if known.deadline <= self.now)
         for lease_id in over:
             self.end(lease_id)
 
     @invariant()
-    def only_live_leases_are_kept_and_each_ended_once(self) -> None:
-        assert len(self.table) == len(self.deadline)
-        assert len(set(self.ended)) == len(self.ended)
-        assert self.table.next_deadline() == min(self.deadline.values(), default=None)
+    def only_live_leases_are_kept(self) -> None:
+        assert len(self.table) == len(self.live)
+        assert all(lease_id in self.table for lease_id in self.live)
+        assert self.table.next_deadline() == min((known.deadline for known in self.live.values()), default=None)
 
     def teardown(self) -> None:
-        self.now += LEASE_S
+        """Nothing but time passes."""
+        self.now = max([self.now, *(known.deadline for known in self.live.values())])
         self.sweep()
         assert len(self.table) == 0
+        assert len(self.free) == 6
 
 
 TestLeases = Leases.TestCase

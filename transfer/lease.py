@@ -1,49 +1,82 @@
 """Time limits on the right to read blocks: a pure state machine, no clock, no I/O.
 
-                 renew                    renew, open_read
-                  ↺       open_read        ↺        confirm
-    open ──────► HELD ──────────────────► READING ─────────► CONFIRMED
-                  │  release, expire        │  release, expire
-                  └────────────────────────►┴──────────────► RELEASED, EXPIRED
+A lease can have several readers, each with one or more pulls. It ends when every pull that was opened has been
+confirmed or dropped and one of them was confirmed; a ticket that all have dropped is good for another reader:
+
+                 open_read                 confirm
+    open ► HELD ──────────► READING ────────────────────► SHARED     a reader is done, others still read
+            │ ◄────────────  │  │                          │  │
+            │   last_drop    │  └──── last_confirm ──┐     │  │
+            │                │                       ▼     │  │
+            │                │                   CONFIRMED ◄──┘ last_confirm, last_drop, last_lost
+            │ release        │ release, last_lost          │ release
+            └────────────────┴────────► RELEASED ◄─────────┘
+    expire leads from each of the three to EXPIRED; renew, open_read and drop leave READING and SHARED as they are
 
 The holder of the blocks owns one `LeaseTable`. What always holds: a lease ends exactly once; a lease whose time has
-passed has ended for every call, swept or not; nothing said about an ended or unknown lease changes anything; only
-live leases occupy memory. Ids are unique per attempt, so ended ones need no memorial. The owner learns of each end
-through a return value: True from `confirm` or `release`, or the list from `sweep`.
+passed has ended for every call, swept or not; a pull is confirmed or dropped once; nothing said about an ended or
+unknown lease, or under a pull that is over, changes anything; only live leases occupy memory. Ids are unique per
+attempt, so ended ones need no memorial. The owner learns of each end through a return value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
+
+
+class Pull(NamedTuple):
+    """One reader's intention to read the blocks once; `number` is new for each of its pulls."""
+
+    reader: Hashable
+    number: int
 
 
 class LeaseState(Enum):
-    HELD = "held"  # nobody has asked to read yet
-    READING = "reading"  # at least one reader was given the blocks
+    HELD = "held"  # nobody reads, and nobody has confirmed
+    READING = "reading"  # at least one pull was given the blocks, none is confirmed
+    SHARED = "shared"  # at least one pull is confirmed, at least one still reads
     CONFIRMED = "confirmed"
     RELEASED = "released"
     EXPIRED = "expired"
 
 
 class LeaseEvent(Enum):
-    RENEW = "renew"
     OPEN_READ = "open_read"
+    RENEW = "renew"
     CONFIRM = "confirm"
+    LAST_CONFIRM = "last_confirm"  # no other pull reads
+    DROP = "drop"
+    LAST_DROP = "last_drop"  # no other pull reads
+    LAST_LOST = "last_lost"  # the reader is gone, and no other reads
     RELEASE = "release"
     EXPIRE = "expire"
 
 
 TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
-    (LeaseState.HELD, LeaseEvent.RENEW): LeaseState.HELD,
     (LeaseState.HELD, LeaseEvent.OPEN_READ): LeaseState.READING,
     (LeaseState.HELD, LeaseEvent.RELEASE): LeaseState.RELEASED,
     (LeaseState.HELD, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
+    (LeaseState.READING, LeaseEvent.OPEN_READ): LeaseState.READING,
     (LeaseState.READING, LeaseEvent.RENEW): LeaseState.READING,
-    (LeaseState.READING, LeaseEvent.OPEN_READ): LeaseState.READING,  # several answers may share one ticket
-    (LeaseState.READING, LeaseEvent.CONFIRM): LeaseState.CONFIRMED,
+    (LeaseState.READING, LeaseEvent.CONFIRM): LeaseState.SHARED,
+    (LeaseState.READING, LeaseEvent.LAST_CONFIRM): LeaseState.CONFIRMED,
+    (LeaseState.READING, LeaseEvent.DROP): LeaseState.READING,
+    (LeaseState.READING, LeaseEvent.LAST_DROP): LeaseState.HELD,  # a full decode engine: the next one may have room
+    (LeaseState.READING, LeaseEvent.LAST_LOST): LeaseState.RELEASED,
     (LeaseState.READING, LeaseEvent.RELEASE): LeaseState.RELEASED,
     (LeaseState.READING, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
+    (LeaseState.SHARED, LeaseEvent.OPEN_READ): LeaseState.SHARED,
+    (LeaseState.SHARED, LeaseEvent.RENEW): LeaseState.SHARED,
+    (LeaseState.SHARED, LeaseEvent.CONFIRM): LeaseState.SHARED,
+    (LeaseState.SHARED, LeaseEvent.LAST_CONFIRM): LeaseState.CONFIRMED,
+    (LeaseState.SHARED, LeaseEvent.DROP): LeaseState.SHARED,
+    (LeaseState.SHARED, LeaseEvent.LAST_DROP): LeaseState.CONFIRMED,
+    (LeaseState.SHARED, LeaseEvent.LAST_LOST): LeaseState.CONFIRMED,
+    (LeaseState.SHARED, LeaseEvent.RELEASE): LeaseState.RELEASED,
+    (LeaseState.SHARED, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
 }
 ENDED = frozenset({LeaseState.CONFIRMED, LeaseState.RELEASED, LeaseState.EXPIRED})
 
@@ -62,15 +95,20 @@ def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
 
 @dataclass(slots=True)
 class _Lease:
-    state: LeaseState
+    """`reading` and `over` are disjoint; HELD has nothing in `reading`, READING and SHARED have something."""
+
     deadline: float
+    state: LeaseState = LeaseState.HELD
+    reading: set[Pull] = field(default_factory=set)
+    over: set[Pull] = field(default_factory=set)  # confirmed, dropped or lost: a late message must not bring them back
 
 
 class LeaseTable:
     """The live leases of one holder.
 
     `now` is in seconds on one clock; a reading older than one seen before counts as that one, so that a lease once
-    over its time stays over it. A lease lives in [opened or extended, + lease_s).
+    over its time stays over it. A lease lives in [opened or extended, + lease_s). Each event returns the state the
+    lease is in after it, one of `ENDED` if it ended with it, or None: refused, nothing has changed.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -81,11 +119,14 @@ class LeaseTable:
         self._latest = float("-inf")
 
     def __len__(self) -> int:
-        """Leases that have not been confirmed, released or swept."""
+        """Leases that have not ended, or only by their time and without a sweep since."""
         return len(self._leases)
 
     def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
+
+    def is_live(self, lease_id: str, now: float) -> bool:
+        return self._find_live(lease_id, now) is not None
 
     def open(self, lease_id: str, now: float) -> None:
         """Starts a lease. Raises ValueError, with the first lease untouched, when the id is empty or in use."""
@@ -94,63 +135,91 @@ class LeaseTable:
             raise ValueError("a lease id must not be empty")
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} exists already")
-        self._leases[lease_id] = _Lease(LeaseState.HELD, now + self._lease_s)
+        self._leases[lease_id] = _Lease(now + self._lease_s)
 
-    def renew(self, lease_id: str, now: float) -> bool:
-        """Extends the lease to `now + lease_s`; False when it is not live."""
-        return self._extend(lease_id, LeaseEvent.RENEW, now)
+    def read_opened(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
+        """A reader is about to learn the blocks: extends the lease and lets this pull be confirmed.
 
-    def read_opened(self, lease_id: str, now: float) -> bool:
-        """A reader is about to learn the blocks: extends the lease and lets it be confirmed; False when not live."""
-        return self._extend(lease_id, LeaseEvent.OPEN_READ, now)
-
-    def confirm(self, lease_id: str, now: float) -> bool:
-        """True, and the lease ends, only if it was valid from its start until now and a reader had opened it.
-
-        What was read under it is right exactly then. A reader that never opened the ticket gets False and ends
-        nothing: another one may be reading.
+        Again for a pull that reads: extends. None for one that is over.
         """
-        return self._end(lease_id, LeaseEvent.CONFIRM, now)
+        lease = self._find_live(lease_id, now)
+        if lease is None or pull in lease.over:
+            return None
+        lease.reading.add(pull)
+        lease.deadline = self._latest + self._lease_s
+        return self._take(lease_id, lease, LeaseEvent.OPEN_READ)
 
-    def release(self, lease_id: str, now: float) -> bool:
-        """Ends a live lease that nobody wants any more; False when it is not live."""
-        return self._end(lease_id, LeaseEvent.RELEASE, now)
+    def renew(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
+        """The pull still waits or reads: extends the lease to `now + lease_s`."""
+        lease = self._find_reading(lease_id, pull, now)
+        if lease is None:
+            return None
+        lease.deadline = self._latest + self._lease_s
+        return self._take(lease_id, lease, LeaseEvent.RENEW)
+
+    def confirm(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
+        """A state exactly if the lease was valid from the opening of this pull until now: what was read is right.
+
+        The lease goes on for the other pulls that read, and ends with the last. A pull that never opened the ticket,
+        or is over, gets None and ends nothing.
+        """
+        return self._leave(lease_id, pull, now, LeaseEvent.CONFIRM, LeaseEvent.LAST_CONFIRM)
+
+    def drop(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
+        """The pull will not be confirmed any more."""
+        return self._leave(lease_id, pull, now, LeaseEvent.DROP, LeaseEvent.LAST_DROP)
+
+    def lose(self, reader: Hashable, now: float) -> dict[str, LeaseState]:
+        """The reader is gone, and its pulls are over. Returns the leases that ended, those that nobody else reads."""
+        pulls = [(key, pull) for key, lease in self._leases.items() for pull in lease.reading if pull.reader == reader]
+        ended = {}
+        for lease_id, pull in pulls:
+            state = self._leave(lease_id, pull, now, LeaseEvent.DROP, LeaseEvent.LAST_LOST)
+            if state is not None and state in ENDED:
+                ended[lease_id] = state
+        return ended
+
+    def release(self, lease_id: str, now: float) -> LeaseState | None:
+        """Ends a live lease that nobody wants any more."""
+        lease = self._find_live(lease_id, now)
+        return None if lease is None else self._take(lease_id, lease, LeaseEvent.RELEASE)
 
     def sweep(self, now: float) -> list[str]:
         """Ends every lease whose time has passed and returns their ids, each id once in all calls together."""
         now = self._time(now)
-        over = [lease_id for lease_id, lease in self._leases.items() if lease.deadline <= now]
-        for lease_id in over:
-            self._take(lease_id, LeaseEvent.EXPIRE)
-        return over
+        over = [(lease_id, lease) for lease_id, lease in self._leases.items() if lease.deadline <= now]
+        for lease_id, lease in over:
+            self._take(lease_id, lease, LeaseEvent.EXPIRE)
+        return [lease_id for lease_id, _ in over]
 
     def next_deadline(self) -> float | None:
         """When `sweep` will next have something to do; None without leases."""
         return min((lease.deadline for lease in self._leases.values()), default=None)
 
-    def _extend(self, lease_id: str, event: LeaseEvent, now: float) -> bool:
-        now = self._time(now)
-        if not self._allows(lease_id, event, now):
-            return False
-        self._take(lease_id, event)
-        self._leases[lease_id].deadline = now + self._lease_s
-        return True
+    def _leave(
+        self, lease_id: str, pull: Pull, now: float, event: LeaseEvent, last_event: LeaseEvent
+    ) -> LeaseState | None:
+        lease = self._find_reading(lease_id, pull, now)
+        if lease is None:
+            return None
+        lease.reading.remove(pull)
+        lease.over.add(pull)
+        return self._take(lease_id, lease, event if lease.reading else last_event)
 
-    def _end(self, lease_id: str, event: LeaseEvent, now: float) -> bool:
-        if not self._allows(lease_id, event, self._time(now)):
-            return False
-        self._take(lease_id, event)
-        return True
-
-    def _allows(self, lease_id: str, event: LeaseEvent, now: float) -> bool:
-        lease = self._leases.get(lease_id)
-        return lease is not None and now < lease.deadline and (lease.state, event) in TRANSITIONS
-
-    def _take(self, lease_id: str, event: LeaseEvent) -> None:
-        lease = self._leases[lease_id]
+    def _take(self, lease_id: str, lease: _Lease, event: LeaseEvent) -> LeaseState:
         lease.state = next_state(lease.state, event)
         if lease.state in ENDED:
             del self._leases[lease_id]
+        return lease.state
+
+    def _find_live(self, lease_id: str, now: float) -> _Lease | None:
+        now = self._time(now)
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and now < lease.deadline else None
+
+    def _find_reading(self, lease_id: str, pull: Pull, now: float) -> _Lease | None:
+        lease = self._find_live(lease_id, now)
+        return lease if lease is not None and pull in lease.reading else None
 
     def _time(self, now: float) -> float:
         self._latest = max(self._latest, now)

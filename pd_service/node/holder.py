@@ -27,7 +27,7 @@ from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
 from transfer.guard import ReadGuard
 from transfer.layout import EngineLayout, compare
-from transfer.lease import LeaseTable
+from transfer.lease import ENDED, LeaseState, LeaseTable, Pull
 from transfer.planes.base import Buffers, Plane, PlaneServer, PlaneUnavailable
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class _Channel:
 class _Held:
     hold: Hold
     owner: object  # the gateway session that got the ticket
-    opened_by: set[_Channel] = field(default_factory=set)
+    opened_by: set[_Channel] = field(default_factory=set)  # to be told of an end that is no confirmation
 
 
 class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
@@ -103,8 +103,8 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
     def release(self, lease_id: str) -> None:
         """The owner gives the ticket back; unknown and ended ones are ignored."""
-        if self._leases.release(lease_id, monotonic()):
-            self._end(lease_id, "released")
+        if state := self._leases.release(lease_id, monotonic()):
+            self._end(lease_id, state)
 
     def release_request(self, request_id: RequestId) -> None:
         for lease_id in [key for key, held in self._held.items() if held.hold.request_id == request_id]:
@@ -115,12 +115,12 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         for lease_id in [key for key, held in self._held.items() if held.owner is owner]:
             self.release(lease_id)
 
-    def _end(self, lease_id: str, reason: str) -> None:
-        """The one place where a lease's blocks go back."""
+    def _end(self, lease_id: str, state: LeaseState) -> None:
+        """The one place where a lease's blocks go back. After the last confirm nobody reads, so nobody is told."""
         self._guard.revoke(lease_id)
         held = self._held.pop(lease_id)
-        for channel in held.opened_by:
-            message = pb.TicketEnded(lease_id=lease_id, reason=reason)
+        for channel in held.opened_by if state is not LeaseState.CONFIRMED else ():
+            message = pb.TicketEnded(lease_id=lease_id, reason=state.value)
             channel.outbox.put_nowait(pb.HolderMessage(ended=message))
         self._release_blocks(held.hold.request_id)
 
@@ -128,7 +128,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self._timer = None
         for lease_id in self._leases.sweep(monotonic()):
             logger.warning("the lease on %s has expired", self._held[lease_id].hold.request_id)
-            self._end(lease_id, "expired")
+            self._end(lease_id, LeaseState.EXPIRED)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -140,7 +140,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
     # ---- channels
 
     async def Channel(self, request_iterator: AsyncIterator[pb.ReaderMessage], context: Context) -> None:
-        """One reader's stream, until either side ends it; the end ends every ticket the reader has opened."""
+        """One reader's stream, until either side ends it; tickets that nobody else reads end with it."""
         hello = await anext(aiter(request_iterator), None)
         reasons = self._refusal(hello)
         if hello is None or reasons:
@@ -197,29 +197,29 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         now = monotonic()
         match message.WhichOneof("message"):
             case "open":
-                return self._open(channel, message.open.lease_id, now)
+                return self._open(channel, message.open, now)
             case "renew":
-                if not self._leases.renew(message.renew.lease_id, now):
-                    return _ended(message.renew.lease_id)
+                return self._renew(channel, message.renew, now)
             case "confirm":
-                return self._confirm(channel, message.confirm.lease_id, now)
+                return self._confirm(channel, message.confirm, now)
             case "drop":
-                held = self._held.get(message.drop.lease_id)
-                if held is not None:
-                    held.opened_by.discard(channel)
+                state = self._leases.drop(message.drop.lease_id, Pull(channel, message.drop.pull_id), now)
+                if state is not None and state in ENDED:
+                    self._end(message.drop.lease_id, state)
             case kind:
                 logger.warning("ignored a message of kind %s from reader %s", kind, channel.reader)
         return None
 
-    def _open(self, channel: _Channel, lease_id: str, now: float) -> pb.HolderMessage:
-        if not self._leases.read_opened(lease_id, now):
-            return _ended(lease_id)
-        held = self._held[lease_id]
+    def _open(self, channel: _Channel, asked: pb.OpenTicket, now: float) -> pb.HolderMessage | None:
+        if not self._leases.read_opened(asked.lease_id, Pull(channel, asked.pull_id), now):
+            return self._refused(asked.lease_id, now)
+        held = self._held[asked.lease_id]
         held.opened_by.add(channel)
-        self._guard.admit(lease_id, channel.token, held.hold.tables)
+        self._guard.admit(asked.lease_id, channel.token, held.hold.tables)
         return pb.HolderMessage(
             opened=pb.TicketOpened(
-                lease_id=lease_id,
+                lease_id=asked.lease_id,
+                pull_id=asked.pull_id,
                 tables=_tables(held.hold.tables),
                 num_tokens=held.hold.num_tokens,
                 token_digest=held.hold.token_digest,
@@ -227,19 +227,29 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             )
         )
 
-    def _confirm(self, channel: _Channel, lease_id: str, now: float) -> pb.HolderMessage:
-        held = self._held.get(lease_id)
-        valid = held is not None and channel in held.opened_by and self._leases.confirm(lease_id, now)
-        if valid and held is not None:
-            held.opened_by.discard(channel)
-            self._end(lease_id, "confirmed")
-        return pb.HolderMessage(confirmed=pb.TicketConfirmed(lease_id=lease_id, valid=valid))
+    def _renew(self, channel: _Channel, asked: pb.RenewTicket, now: float) -> pb.HolderMessage | None:
+        if self._leases.renew(asked.lease_id, Pull(channel, asked.pull_id), now):
+            return None
+        return self._refused(asked.lease_id, now)
+
+    def _refused(self, lease_id: str, now: float) -> pb.HolderMessage | None:
+        """Nothing, if a late message of a pull that is over was refused: others may read under the lease."""
+        return None if self._leases.is_live(lease_id, now) else _ended(lease_id)
+
+    def _confirm(self, channel: _Channel, asked: pb.ConfirmTicket, now: float) -> pb.HolderMessage:
+        state = self._leases.confirm(asked.lease_id, Pull(channel, asked.pull_id), now)
+        if state is not None and state in ENDED:
+            self._end(asked.lease_id, state)
+        answer = pb.TicketConfirmed(lease_id=asked.lease_id, pull_id=asked.pull_id, valid=state is not None)
+        return pb.HolderMessage(confirmed=answer)
 
     def _forget(self, channel: _Channel) -> None:
         self._channels.discard(channel)
         self._guard.forget_reader(channel.token)
-        for lease_id in [key for key, held in self._held.items() if channel in held.opened_by]:
-            self.release(lease_id)
+        for held in self._held.values():
+            held.opened_by.discard(channel)
+        for lease_id, state in self._leases.lose(channel, monotonic()).items():
+            self._end(lease_id, state)
 
     def close(self) -> None:
         """Ends every channel, lease and data plane."""

@@ -1,11 +1,13 @@
-"""The channel to one life of one holder: handshake, choice of a data plane, questions and answers per ticket.
+"""The channel to one life of one holder: handshake, choice of a data plane, questions and answers per pull.
 
-Its end fails everything that waits for an answer, with the reason.
+Each opening of a ticket gets a number of its own, so that pulls that share one do not take each other's answers. The
+channel's end fails everything that waits for an answer, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 
 
+_Question = tuple[str, int, str]  # lease id, pull id, kind of the answer
+
+
 class Peer:
     """The channel to one life of one holder."""
 
@@ -40,7 +45,8 @@ class Peer:
         self.plane_reason = ""
         self.broken: str | None = None  # why the channel ended
         self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
-        self._answers: dict[tuple[str, str], asyncio.Future[pb.HolderMessage]] = {}
+        self._answers: dict[_Question, asyncio.Future[pb.HolderMessage]] = {}
+        self._pull_ids = itertools.count(1)
         self.reading: asyncio.Task[None] | None = None  # ends when the channel does
         self._open = AsyncExitStack()  # the connection and what belongs to it
 
@@ -98,24 +104,33 @@ class Peer:
         self._outbox.put_nowait(message)
 
     async def open(self, lease_id: str) -> pb.TicketOpened:
-        answer = await self._ask(lease_id, "opened", pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id)))
-        return answer.opened
+        """Begins a pull, which the answer stands for. Without an answer the holder is told that it is over."""
+        pull_id = next(self._pull_ids)
+        message = pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id, pull_id=pull_id))
+        try:
+            return (await self._ask((lease_id, pull_id, "opened"), message)).opened
+        except TransferFailed:
+            self._drop(lease_id, pull_id)
+            raise
 
-    async def confirm(self, lease_id: str) -> bool:
-        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id))
-        return (await self._ask(lease_id, "confirmed", message)).confirmed.valid
+    async def confirm(self, opened: pb.TicketOpened) -> bool:
+        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=opened.lease_id, pull_id=opened.pull_id))
+        return (await self._ask((opened.lease_id, opened.pull_id, "confirmed"), message)).confirmed.valid
 
-    def renew(self, lease_id: str) -> None:
-        self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=lease_id)))
+    def renew(self, opened: pb.TicketOpened) -> None:
+        self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=opened.lease_id, pull_id=opened.pull_id)))
 
-    def drop(self, lease_id: str) -> None:
-        self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id)))
+    def drop(self, opened: pb.TicketOpened) -> None:
+        self._drop(opened.lease_id, opened.pull_id)
 
-    async def _ask(self, lease_id: str, kind: str, message: pb.ReaderMessage) -> pb.HolderMessage:
+    def _drop(self, lease_id: str, pull_id: int) -> None:
+        self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id, pull_id=pull_id)))
+
+    async def _ask(self, question: _Question, message: pb.ReaderMessage) -> pb.HolderMessage:
         if self.broken is not None:
             raise TransferFailed(self.broken)
         answer: asyncio.Future[pb.HolderMessage] = asyncio.get_running_loop().create_future()
-        self._answers[lease_id, kind] = answer
+        self._answers[question] = answer
         self._send(message)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -123,7 +138,7 @@ class Peer:
         except TimeoutError as error:
             raise TransferFailed(f"{self.address} did not answer within {self._timeout_s:g} s") from error
         finally:
-            self._answers.pop((lease_id, kind), None)
+            self._answers.pop(question, None)
 
     async def _read(self) -> None:
         reason = "the holder closed the channel"
@@ -139,11 +154,12 @@ class Peer:
         kind = message.WhichOneof("message")
         if kind == "ended":
             error = TransferFailed(f"the lease has ended: {message.ended.reason}")
-            for (lease_id, _), answer in self._answers.items():
+            for (lease_id, _, _), answer in self._answers.items():
                 if lease_id == message.ended.lease_id and not answer.done():
                     answer.set_exception(error)
         elif kind in ("opened", "confirmed"):
-            pending = self._answers.get((getattr(message, kind).lease_id, kind))
+            answered: pb.TicketOpened | pb.TicketConfirmed = getattr(message, kind)
+            pending = self._answers.get((answered.lease_id, answered.pull_id, kind))
             if pending is not None and not pending.done():
                 pending.set_result(message)
         else:

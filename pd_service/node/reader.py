@@ -59,14 +59,14 @@ class Claim:
             self._keep(peer, opened)
         elif self._is_dropped:
             self._is_dropped = False  # said once
-            peer.drop(self.ticket.lease_id)
+            peer.drop(opened)
 
     def _keep(self, peer: Peer, opened: pb.TicketOpened) -> None:
         # A third of the lease: two renewals may get lost or late before it ends.
         self._renewal = asyncio.get_running_loop().call_later(opened.lease_ms / 3e3, self._renew, peer, opened)
 
     def _renew(self, peer: Peer, opened: pb.TicketOpened) -> None:
-        peer.renew(self.ticket.lease_id)
+        peer.renew(opened)
         self._keep(peer, opened)
 
 
@@ -155,7 +155,7 @@ class Reader:
         reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, peer, opened, order)
         num_bytes, wire_s = await reading
         received_at = monotonic()
-        if not await peer.confirm(claim.ticket.lease_id):
+        if not await peer.confirm(opened):
             raise TransferFailed("the holder says that the lease ended before the pull did")
         return PullStats(
             queue_ms=(ordered_at - claim.opened_at) * 1e3,

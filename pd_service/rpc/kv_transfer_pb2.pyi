@@ -115,24 +115,28 @@ class CacheBuffer(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., cache_name: _Optional[str] = ..., attn_type: _Optional[str] = ..., block_size: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., total_heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., num_bytes: _Optional[int] = ..., sliding_window: _Optional[int] = ..., is_heads_first: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class OpenTicket(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class TicketOpened(_message.Message):
-    __slots__ = ("lease_id", "tables", "num_tokens", "token_digest", "lease_ms")
+    __slots__ = ("lease_id", "tables", "num_tokens", "token_digest", "lease_ms", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
     num_tokens: int
     token_digest: bytes
     lease_ms: int
-    def __init__(self, lease_id: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("attn_type", "block_ids")
@@ -143,30 +147,38 @@ class BlockTable(_message.Message):
     def __init__(self, attn_type: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewTicket(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class ConfirmTicket(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class TicketConfirmed(_message.Message):
-    __slots__ = ("lease_id", "valid")
+    __slots__ = ("lease_id", "valid", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VALID_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     valid: bool
-    def __init__(self, lease_id: _Optional[str] = ..., valid: _Optional[bool] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., valid: _Optional[bool] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class DropTicket(_message.Message):
-    __slots__ = ("lease_id",)
+    __slots__ = ("lease_id", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+    pull_id: int
+    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class TicketEnded(_message.Message):
     __slots__ = ("lease_id", "reason")
