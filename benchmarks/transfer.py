@@ -6,7 +6,8 @@ loopback stream received into one prepared area. A round measures each plane rig
 shared machine drift; a bar is the median of the rounds' ratios. Every destination is checked by bytes once.
 
 `shm` with scattered blocks is observed without an aim: pieces of 12 KiB at random places pay for address translation
-and start-up of each piece, which one long copy does not.
+and start-up of each piece, which one long copy does not. How long the plans themselves take is in
+`benchmarks/transfer_plan.py`.
 
     python -m benchmarks.transfer --json
 """
@@ -31,6 +32,7 @@ import msgpack
 import numpy as np
 
 from benchmarks.report import Bar, arguments, publish
+from benchmarks.transfer_plan import plan_bars
 from transfer.guard import ReadGuard
 from transfer.layout import LAYOUT_VERSION, BufferLayout, EngineLayout
 from transfer.plan import plan_read
@@ -228,6 +230,7 @@ def main() -> int:
     if options.hold is not None:
         hold(options.hold)
         return 0
+    bars = plan_bars()
     num_blocks = 2 * max(PROMPTS) // BLOCK_SIZE
     shape = layout(num_blocks)
     command = [sys.executable, "-m", "benchmarks.transfer", "--hold", str(num_blocks)]
@@ -242,7 +245,7 @@ def main() -> int:
         todo = cells(shape, num_blocks)
         raw = RawStream(endpoints["raw"], max(cell.runs.num_bytes for cell in todo))
         gc.disable()
-        bars = run_cells(readers, raw, cache, shape, todo)
+        bars += run_cells(readers, raw, cache, shape, todo)
         for end in (*readers.values(), raw):
             end.close()
     details = {"cpus": os.cpu_count(), "kernel": platform.release(), "buffers": 60, "bytes_per_token": 46080}

@@ -147,25 +147,29 @@ def new_table(draw: st.DrawFn, num_blocks: int, num_null: int, needed: int) -> l
 
 
 @st.composite
-def engines(draw: st.DrawFn, caches: Sequence[Cache], num_tokens: int, like: EngineLayout | None) -> EngineLayout:
-    """Holds all caches for `num_tokens` tokens, cut like another engine or in any way, its buffers in any order."""
+def engines(
+    draw: st.DrawFn, caches: Sequence[Cache], num_tokens: int, block_size: int, is_heads_first: bool
+) -> EngineLayout:
+    """Holds all caches for `num_tokens` tokens, split among ranks in any way, its buffers in any order."""
     layers = sorted({layer for cache in caches for layer in cache.layers})
     border = draw(st.integers(1, len(layers)))
     parts = [part for part in (layers[:border], layers[border:]) if part]
-    block_size = like.buffers[0].block_size if like else draw(st.integers(1, 5))
     made = split(
         caches,
-        [(part, draw(st.sampled_from([1, 2, 3, 4, 8]))) for part in parts],
+        [(part, draw(st.sampled_from([1, 1, 2, 3, 4, 8]))) for part in parts],
         block_size=block_size,
         num_blocks=-(-num_tokens // block_size) + 4,
-        is_heads_first=draw(st.booleans()),
+        is_heads_first=is_heads_first,
     )
     return EngineLayout(version=2, model="m", buffers=tuple(draw(st.permutations(made.buffers))))
 
 
 @st.composite
-def reads(draw: st.DrawFn) -> Read:
-    """Grouped, windowed and latent caches, engines in any cut, any token range, null blocks where a window allows."""
+def reads(draw: st.DrawFn, orders: tuple[bool, bool] | None = None) -> Read:
+    """Grouped, windowed and latent caches, engines in any cut, any token range, null blocks where a window allows.
+
+    `orders` says for source and destination whether heads come first in memory; None: any.
+    """
     first, end, resume = sorted(draw(st.lists(st.integers(0, 23), min_size=3, max_size=3)))
     window = draw(st.integers(1, 8))
     num_heads = draw(st.sampled_from([1, 2, 3, 4]))
@@ -174,16 +178,15 @@ def reads(draw: st.DrawFn) -> Read:
         Cache("latent", FULL, 1, (2, 10), dim=3, dtype="int8"),
         Cache("window", SLIDING, num_heads, (2, 3), window=window),
     ]
-    source = draw(engines(caches, resume, None))
-    dest = draw(engines(caches, resume, source if draw(st.booleans()) else None))
+    sizes = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)) | st.integers(1, 5).map(lambda size: (size, size)))
+    orders = orders or draw(st.tuples(st.booleans(), st.booleans()))
+    layouts = [draw(engines(caches, resume, *cut)) for cut in zip(sizes, orders, strict=True)]
     tables: list[Tables] = []
-    for engine in (source, dest):
-        block_size = engine.buffers[0].block_size
-        needed, num_blocks = -(-resume // block_size), engine.buffers[0].num_blocks
-        num_unseen = max(0, resume - window + 1) // block_size
-        num_null = draw(st.integers(0, num_unseen))
+    for block_size, layout in zip(sizes, layouts, strict=True):
+        needed, num_blocks = -(-resume // block_size), layout.buffers[0].num_blocks
+        num_null = draw(st.integers(0, max(0, resume - window + 1) // block_size))
         tables.append(
             {FULL: new_table(draw, num_blocks, 0, needed), SLIDING: new_table(draw, num_blocks, num_null, needed)}
         )
-    rank = draw(st.integers(0, dest.num_ranks - 1))
-    return Read(source, dest, rank, tables[0], tables[1], first, end, resume)
+    rank = draw(st.integers(0, layouts[1].num_ranks - 1))
+    return Read(layouts[0], layouts[1], rank, tables[0], tables[1], first, end, resume)

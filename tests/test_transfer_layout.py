@@ -51,11 +51,19 @@ def test_number_of_ranks_and_layers_per_rank_are_no_difference(sizes: tuple[int,
     assert compare(whole, staged) == compare(staged, whole) == []
 
 
-def test_heads_that_no_rank_holds_are_named_from_both_sides() -> None:
-    part = [replace(BASE, rank=rank, first_head=head, num_heads=1, num_bytes=0) for rank, head in enumerate((3, 0, 1))]
-    assert compare(
-        engine(*part), engine(*split([Cache("k_cache", FULL, 4, (0,), 3, "bfloat16")], [((0,), 2)]).buffers)
-    ) == ["layer 0 k_cache: heads held by all ranks differ: 0 to 1, 3 to 3 and 0 to 3"]
+@pytest.mark.parametrize(
+    ("spans", "held"),
+    [([(3, 1), (0, 1), (1, 1)], "0 to 1, 3 to 3"), ([(0, 3), (1, 1)], "0 to 2"), ([(2, 2), (1, 2)], "1 to 3")],
+)
+def test_heads_that_no_rank_holds_are_named(spans: list[tuple[int, int]], held: str) -> None:
+    ranks = [
+        replace(BASE, rank=rank, first_head=first, num_heads=num, num_bytes=0)
+        for rank, (first, num) in enumerate(spans)
+    ]
+    whole = replace(BASE, num_heads=4, num_bytes=0)
+    place = "layer 0 k_cache: heads held by all ranks differ"
+    assert compare(engine(*ranks), engine(whole)) == [f"{place}: {held} and 0 to 3"]
+    assert compare(engine(whole), engine(*ranks)) == [f"{place}: 0 to 3 and {held}"]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.kv_tiles import FULL, SLIDING, Cache, Read, heads_of, reads, split
-from transfer.layout import EngineLayout
+from transfer.layout import BufferKey, EngineLayout
 from transfer.pairing import Tile, pair
 from transfer.plan import ReadPlanner
 
@@ -55,6 +58,50 @@ def test_every_head_of_every_buffer_comes_once_from_a_rank_that_holds_it(read: R
         assert read.source.of_rank(tile.source.rank)[tile.source_index] == tile.source
         assert read.dest.of_rank(read.rank)[tile.dest_index] == tile.dest
         assert tile.source.first_head <= tile.first_head < tile.end_head <= tile.source.end_head
+
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 4)).filter(lambda span: sum(span) <= 4), max_size=3
+).map(lambda spans: [*spans, (0, 4)])  # fmt: skip
+
+
+def of_spans(spans: list[tuple[int, int]]) -> EngineLayout:
+    """Each rank holds (first head, number of heads) of four, in every layer."""
+    (whole,) = split([Cache("k", FULL, 4, (0,))], [((0,), 1)]).buffers
+    buffers = [
+        replace(whole, layer=layer, rank=rank, first_head=first, num_heads=num, num_bytes=0)
+        for rank, (first, num) in enumerate(spans)
+        for layer in LAYERS
+    ]
+    return EngineLayout(version=2, model="m", buffers=tuple(buffers))
+
+
+@given(SPANS, SPANS)
+def test_ranks_whose_heads_overlap_share_every_head_and_no_tile_is_cut_in_vain(
+    holders: list[tuple[int, int]], readers: list[tuple[int, int]]
+) -> None:
+    served: Counter[tuple[int, int]] = Counter()  # (head, source rank)
+    for rank, (first_head, num) in enumerate(readers):
+        tiles = pair(of_spans(holders), of_spans(readers), rank)
+        heads = [(tile.dest_index, head) for tile in tiles for head in range(tile.first_head, tile.end_head)]
+        assert heads == [(i, head) for i in range(NUM_LAYERS) for head in range(first_head, first_head + num)]
+        assert not any(a.dest is b.dest and a.source is b.source for a, b in pairwise(tiles))
+        served.update((head, t.source.rank) for t in tiles for head in range(t.first_head, t.end_head))
+    for head in range(4):
+        loads = [served[head, rank] for rank, (first, num) in enumerate(holders) if first <= head < first + num]
+        assert max(loads) - min(loads) <= 1
+
+
+@given(reads(), st.randoms(use_true_random=False))
+def test_the_order_of_buffers_does_not_change_who_reads_what_from_whom(read: Read, random: Random) -> None:
+    def who(source: EngineLayout, dest: EngineLayout) -> set[tuple[BufferKey, int, int, int]]:
+        tiles = pair(source, dest, read.rank)
+        return {(tile.dest.key, tile.first_head, tile.end_head, tile.source.rank) for tile in tiles}
+
+    def shuffled(layout: EngineLayout) -> EngineLayout:
+        return replace(layout, buffers=tuple(random.sample(layout.buffers, len(layout.buffers))))
+
+    assert who(shuffled(read.source), shuffled(read.dest)) == who(read.source, read.dest)
 
 
 @pytest.mark.parametrize(("num_heads", "source_size", "dest_size"), SIZES)

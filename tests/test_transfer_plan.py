@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -44,8 +44,12 @@ def runs_of(plan: ReadPlan) -> list[tuple[int, int, int, int, int, int]]:
     ]
 
 
-@given(reads())
-def test_a_plan_moves_what_copying_element_by_element_moves_and_no_byte_twice(read: Read) -> None:
+@pytest.mark.parametrize("orders", list(product((False, True), repeat=2)))
+@given(data=st.data())
+def test_a_plan_moves_what_copying_element_by_element_moves_and_no_byte_twice(
+    orders: tuple[bool, bool], data: st.DataObject
+) -> None:
+    read = data.draw(reads(orders))
     values = values_of(read.source, read.resume)
     source, got = filled_memory(read.source, read.source_tables, values), empty_memory(read.dest, POISON)
     wanted, num_bytes = copied_memory(read, values)
