@@ -147,7 +147,7 @@ class Shape:
 def draw_shape(draw: random.Random) -> Shape:
     """Pools that hold one request of the greatest length, and little more."""
     block_size = draw.choice([1, 2, 4])
-    max_num_seqs = draw.randint(1, 5)
+    max_num_seqs = draw.choice([1, 3, 4, 5, 6])
     methods = get_args(SpeculativeSettings.model_fields["method"].annotation)
     return Shape(
         attn_types=draw.choice([("FullAttention",), ("FullAttention", "SlidingWindow"), ("SlidingWindow",)]),

@@ -277,6 +277,20 @@ def test_what_must_not_be_shared_is_computed_again(differs: str) -> None:
     assert driver.tokens["a"] == driver.tokens["b"]
 
 
+def test_a_prompt_judged_once_is_not_computed_again_for_it() -> None:
+    """Its first token told, a preempted request takes from the cache what it finds there, like any other."""
+    driver = Driver(num_blocks=8, budget=8, prefix_cache=True)
+    judged = new_request("b", 9, max_new_tokens=16)
+    judged = replace(judged, sampling=replace(judged.sampling, prompt_logprobs=0))
+    for request in (new_request("a", 9, max_new_tokens=16), judged):
+        driver.add(request)
+    driver.run()
+    assert driver.scheduler.counters.preemptions
+    assert driver.scheduler.counters.cached_tokens
+    assert driver.tokens["b"] == continuation(judged.token_ids, 16)
+    assert driver.is_empty
+
+
 def test_a_pull_leaves_out_what_is_cached_here() -> None:
     driver = Driver(prefix_cache=True)
     driver.add(new_request("a", 11, prompt="same"))

@@ -8,6 +8,7 @@ never preempted again and comes to its end. So does everybody, since each is pre
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from kv_cache import FIXED_BLOCK_ATTN_TYPES, KVCacheManager, PrefixHit
 from pd_service.engine.request_state import RequestState, Status
@@ -23,6 +24,8 @@ class Admission:
         self._block_size = block_size
         self._max_preemptions = max_preemptions
         self._has_prefix_cache = has_prefix_cache
+        managers = kv_cache_manager.managers
+        self._windows = {key for key, manager in managers.items() if manager.attn_type in FIXED_BLOCK_ATTN_TYPES}
 
     def is_secured(self, state: RequestState) -> bool:
         return state.preemptions >= self._max_preemptions
@@ -34,7 +37,6 @@ class Admission:
         """
         hit = self._find_prefix(state)
         num_in_use = self._shared_in_use(state, hit) if hit is not None and hit.num_tokens else {}
-        num_borrowed = {key: num for key, num in num_in_use.items() if num and self._is_windowed(key)}
         if not self._fits(state, num_in_use, admitted):
             return False
         num_found = hit.num_tokens if hit is not None else 0
@@ -44,7 +46,7 @@ class Admission:
             fits = self._kv.allocate_slots(state.request_id, num_found, 1, prefix=hit)
         assert fits, "admission and allocation disagree"
         state.num_computed = state.cached_tokens = num_found
-        state.num_borrowed = num_borrowed
+        state.num_borrowed = {key: num for key, num in num_in_use.items() if key in self._windows}
         return True
 
     def _find_prefix(self, state: RequestState) -> PrefixHit | None:
@@ -56,15 +58,15 @@ class Admission:
         return self._kv.find_prefix(state.token_ids, salt)
 
     def _fits(self, state: RequestState, num_in_use: Mapping[str, int], admitted: Iterable[RequestState]) -> bool:
-        need = self._need(state)
-        for key, num_shared in num_in_use.items():
-            if not self._is_windowed(key):
-                need[key] -= num_shared
-        for other in admitted:
-            for key, num_blocks in self._need(other).items():
-                need[key] += num_blocks
-        free = self._kv.num_free_blocks()
-        return all(need[key] <= free[key] for key in need)
+        room = self._kv.num_free_blocks()
+        for key in num_in_use.keys() - self._windows:
+            room[key] += num_in_use[key]
+        for one in chain((state,), admitted):
+            for key, num_blocks in self._need(one).items():
+                room[key] -= num_blocks
+                if room[key] < 0:
+                    return False
+        return True
 
     def _need(self, state: RequestState) -> dict[str, int]:
         """Blocks the request still lacks of what it is promised."""
@@ -78,9 +80,6 @@ class Admission:
             if self._kv.managers[key].get_num_skipped_tokens(computed) < state.cached_tokens:
                 need[key] += num_blocks
         return need
-
-    def _is_windowed(self, key: str) -> bool:
-        return self._kv.managers[key].attn_type in FIXED_BLOCK_ATTN_TYPES
 
     def _shared_in_use(self, state: RequestState, hit: PrefixHit) -> dict[str, int]:
         """Blocks of the hit that some other request uses now: sharing them costs no free block.

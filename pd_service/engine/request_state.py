@@ -78,7 +78,9 @@ class RequestState:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        return self.request.sampling.prompt_logprobs is not None and self.request.ticket is None
+        """Until its first token, with which they are told."""
+        request = self.request
+        return request.sampling.prompt_logprobs is not None and request.ticket is None and not self.num_generated
 
     @property
     def num_generated(self) -> int:

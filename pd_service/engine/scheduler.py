@@ -362,9 +362,10 @@ class Scheduler:
                 finish=finish,
                 num_drafted=len(scheduled.draft_ids),
                 times=state.times(now) if is_first else None,
-                prompt_logprobs=tuple(state.prompt_logprobs) if is_first else (),
+                prompt_logprobs=tuple(state.prompt_logprobs),
             )
         )
+        state.prompt_logprobs = []
         if finish is FinishReason.PREFILLED:
             self._hold(state)
         elif finish is not None:
