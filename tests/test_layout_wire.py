@@ -52,6 +52,27 @@ def test_a_message_that_is_no_layout_is_refused() -> None:
         layout_from_wire(kv_transfer_pb2.CacheLayout(buffers=[kv_transfer_pb2.CacheBuffer()]))
 
 
+NUMBERS = st.integers(0, 4) | st.integers(0, 2**32 - 1)
+BUFFERS = st.builds(
+    kv_transfer_pb2.CacheBuffer,
+    layer=NUMBERS, cache_name=st.text(max_size=2), attn_type=st.sampled_from(["", "FullAttention"]),
+    block_size=NUMBERS, first_head=NUMBERS, num_heads=NUMBERS, total_heads=NUMBERS, dim=NUMBERS,
+    dtype=st.sampled_from(["", "int8", "float32"]), num_bytes=st.just(0) | st.integers(0, 2**64 - 1),
+    sliding_window=NUMBERS, is_heads_first=st.booleans(), rank=st.sampled_from([0, 0, 1, 2**32 - 1]),
+)  # fmt: skip
+
+
+@given(st.lists(BUFFERS, max_size=3))
+def test_any_message_is_refused_or_compared_and_never_worse(buffers: list[kv_transfer_pb2.CacheBuffer]) -> None:
+    own = describe_ranks(two_ranks(), BLOCK_NUMS, "m")
+    try:
+        theirs = layout_from_wire(kv_transfer_pb2.CacheLayout(version=LAYOUT_VERSION, model="m", buffers=buffers))
+    except ValueError:
+        return
+    assert compare(own, theirs)
+    assert compare(theirs, own)
+
+
 def test_ranks_describe_their_heads_of_what_all_of_them_hold() -> None:
     layout = describe_ranks(two_ranks(), BLOCK_NUMS, "m")
     assert (layout.version, layout.model, layout.num_ranks) == (LAYOUT_VERSION, "m", 2)

@@ -11,6 +11,7 @@ neither side tells the other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,8 +36,8 @@ BufferKey = tuple[int, str]
 
 # Must be equal for bytes to mean the same on both sides, whatever the reader does with them.
 _MEANING = ("attn_type", "total_heads", "dim", "dtype", "sliding_window")
-# A plan can cut by any block size. What surrounds it cannot yet: a block of a window that reaches out of the holder's
-# window is filled in part, and the reader's prefix cache would take it for a whole one.
+# A plan can cut by any block size. What surrounds it cannot: where the reader's size does not divide the holder's, a
+# block at a window's edge is filled in part, and the reader's prefix cache would take it for a whole one.
 _SAME_CUT = ("block_size",)
 
 
@@ -164,8 +165,12 @@ class EngineLayout:
 
     def index_of(self) -> dict[tuple[int, BufferKey], int]:
         """Index of each buffer on its rank's data plane, by rank and (layer, cache name)."""
-        ranks = range(self.num_ranks)
-        return {(rank, b.key): i for rank in ranks for i, b in enumerate(self.of_rank(rank))}
+        index: dict[tuple[int, BufferKey], int] = {}
+        num_of: Counter[int] = Counter()
+        for b in self.buffers:
+            index[b.rank, b.key] = num_of[b.rank]
+            num_of[b.rank] += 1
+        return index
 
     def by_key(self) -> dict[BufferKey, list[BufferLayout]]:
         """What the ranks hold of each cache, in the order of ranks."""

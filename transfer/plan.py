@@ -12,7 +12,7 @@ The tokens and heads of a segment are one piece of bytes, or several, by how the
 
     source / destination [block_size, heads, dim]        all heads held are moved: one piece; else one per token
     source / destination [heads, block_size, dim]        one piece per head
-    one way here, the other there                        one piece per token and head, unless there is one head
+    one way here, the other there                        one piece per token and head, unless both hold one head
 
 Blocks are paired by the tokens they hold, so spare blocks on either side do not matter, and the null block is skipped.
 Pieces that adjoin on both sides become one run, also when blocks lie in descending order.
@@ -78,7 +78,7 @@ class _Side:
     block_step: int
     token_step: int
     head_step: int
-    first_head: int  # offset of the first moved head in its block
+    head_offset: int  # of the first moved head in its block
 
     @classmethod
     def of(cls, buffer: BufferLayout, first_head: int) -> _Side:
@@ -250,7 +250,7 @@ def _check_visible(cut: _Cut, segment_end: Int64Array, lost: np.ndarray, tokens:
 
 def _offset(side: _Side, block: Int64Array, token: Int64Array, head: Int64Array) -> Int64Array:
     """Byte offset of every head (counted from the first moved one) of each (block, token): [tokens * heads]."""
-    start = block * side.block_step + token % side.block_size * side.token_step + side.first_head
+    start = block * side.block_step + token % side.block_size * side.token_step + side.head_offset
     offset: Int64Array = (start[:, None] + head * side.head_step).ravel()
     return offset
 
