@@ -108,11 +108,18 @@ class ExecutionEngine:
         first, end = state.num_computed, state.num_computed + scheduled.num_tokens
         sampling = request.sampling
         is_sampled = end == len(known)
+        block_ids = self.kv_cache_manager.get_block_ids(state.request_id)
+        if (
+            is_sampled
+            and scheduled.num_tokens == 1
+            and not (drafts or scheduled.max_next_drafts or sampling.needs_history)
+        ):
+            return InputRow([known[first]], first, block_ids, sampling=sampling)  # most rows of most steps
         judged_end = min(end + 1, request.num_prompt_tokens) if state.wants_prompt_logprobs else 0
         return InputRow(
             token_ids=[*known[first:end], *drafts],
             first=first,
-            block_ids=self.kv_cache_manager.get_block_ids(state.request_id),
+            block_ids=block_ids,
             num_drafts=len(drafts),
             sampling=sampling if is_sampled else None,
             next_token_id=0 if is_sampled else known[end],

@@ -44,10 +44,12 @@ class RequestState:
     token_ids: list[int]
     arrived_at: float
     order: tuple[float, int] = (0.0, 0)
+    request_id: RequestId = field(init=False)  # the request's, as are the next two: asked for in every step
+    num_given: int = field(init=False)  # tokens it came with
+    stop_token_ids: frozenset[int] = field(init=False)
     num_computed: int = 0
     status: Status = Status.WAITING
     is_cancelled: bool = False
-    num_given: int = 0  # tokens it came with
     takes_ticket: bool = False  # its KV is still to be pulled
     started_at: float | None = None  # first scheduled, or KV arrived
     preemptions: int = 0
@@ -60,12 +62,10 @@ class RequestState:
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_computed < len(self.token_ids)
+        self.request_id = self.request.request_id
         self.num_given = len(self.request.token_ids)
+        self.stop_token_ids = self.request.sampling.stop_token_ids
         self.takes_ticket = self.request.ticket is not None
-
-    @property
-    def request_id(self) -> RequestId:
-        return self.request.request_id
 
     @property
     def num_pending(self) -> int:
@@ -89,9 +89,9 @@ class RequestState:
     def append(self, tokens: Sequence[SampledToken]) -> tuple[list[SampledToken], FinishReason | None]:
         """Takes the step's tokens up to the one that ends the request; a stop token is none of them."""
         taken: list[SampledToken] = []
-        stop_token_ids, num_missing = self.request.sampling.stop_token_ids, self.num_missing
+        num_missing = self.num_missing
         for token in tokens:
-            if token.token_id in stop_token_ids:
+            if token.token_id in self.stop_token_ids:
                 return taken, FinishReason.STOP
             self.token_ids.append(token.token_id)
             taken.append(token)

@@ -146,7 +146,7 @@ class Scheduler:
         for scheduled in batch:
             if scheduled.state.started_at is None:
                 scheduled.state.started_at = now
-        self._in_flight = frozenset([s.state.request.request_id for s in batch])
+        self._in_flight = frozenset([s.state.request_id for s in batch])
         return batch
 
     def process_output(self, batch: Sequence[ScheduledRequest], results: Sequence[StepResult], now: float) -> None:
@@ -179,7 +179,7 @@ class Scheduler:
         return Load(
             running=len(self._running) + self._num_receiving,
             waiting=len(self._waiting),
-            queued_tokens=sum(s.num_pending for s in self._running) + sum(s.num_pending for s in self._waiting),
+            queued_tokens=sum([len(s.token_ids) - s.num_computed for s in (*self._running, *self._waiting)]),
             free_blocks=free[shortest],
             total_blocks=usable[shortest],
         )
@@ -247,7 +247,9 @@ class Scheduler:
     def _schedule_batch(self) -> list[ScheduledRequest]:
         budget = self._limits.max_num_batched_tokens
         batch = self._schedule_decode_batch(budget)
-        return batch + self._schedule_prefill_batch(budget - sum(s.num_positions for s in batch))
+        if len(batch) == len(self._running):  # nobody has more than one token to compute
+            return batch
+        return batch + self._schedule_prefill_batch(budget - sum([s.num_positions for s in batch]))
 
     def _schedule_decode_batch(self, budget: int) -> list[ScheduledRequest]:
         """One token for every running request that needs just one; preempts from the last when blocks run out.
@@ -260,8 +262,12 @@ class Scheduler:
         batch: list[ScheduledRequest] = []
         if self.counters.preemptions:  # else nobody is secured for having been preempted
             decodes.sort(key=self._admission.is_secured, reverse=True)
+        guesses = self._speculation.is_on
         for state in decodes:
             if state.status is Status.RUNNING and len(batch) < budget:
+                if not guesses and self._kv.allocate_slots(state.request_id, state.num_computed, 1):
+                    batch.append(ScheduledRequest(state, 1))
+                    continue
                 scheduled = self._schedule_decode(state, num_spare)
                 if scheduled is not None:
                     batch.append(scheduled)
@@ -351,21 +357,20 @@ class Scheduler:
             self._note_computed(state, state.num_computed + scheduled.num_tokens)
             return
         state.draft_ids = result.draft_ids
-        is_first = state.num_generated == 0
+        is_first = len(state.token_ids) == state.num_given
         tokens, finish = state.append(result.tokens)
         self._note_computed(state, state.num_computed + scheduled.num_tokens + len(result.tokens) - 1)
-        self._outbox.events.append(
-            TokenEvent(
-                request_id=state.request_id,
-                token_ids=tuple([token.token_id for token in tokens]),
+        event = TokenEvent(state.request_id, tuple([token.token_id for token in tokens]))
+        if is_first or finish is not None or scheduled.draft_ids or result.tokens[0].logprobs is not None:
+            event = event._replace(
                 logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
                 finish=finish,
                 num_drafted=len(scheduled.draft_ids),
                 times=state.times(now) if is_first else None,
                 prompt_logprobs=tuple(state.prompt_logprobs),
             )
-        )
-        state.prompt_logprobs = []
+            state.prompt_logprobs = []
+        self._outbox.events.append(event)
         if finish is FinishReason.PREFILLED:
             self._hold(state)
         elif finish is not None:
