@@ -21,11 +21,13 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest
 
-soak: setup  # minutes of random lives: block bookkeeping, then whole requests under crashes; then planted faults
+soak: setup  # minutes of random lives: block bookkeeping, one engine, whole requests under crashes; then planted faults
 	PD_SOAK=10 $(BIN)/python -m pytest tests/test_kv_laws.py
 	PD_SOAK=20 $(BIN)/python -m pytest --timeout 1800 tests/test_split_lives.py
+	$(BIN)/python -m tests.engine_lives 1000 4000
 	$(BIN)/python -m tests.sim_chaos 1000 4000
-	$(BIN)/python tests/kv_mutants.py
+	$(BIN)/python -m tests.kv_mutants
+	$(BIN)/python -m tests.engine_mutants
 
 lint: setup
 	$(BIN)/ruff check $(CODE)

@@ -1,37 +1,16 @@
-"""Plants faults in a copy of kv_cache, one at a time, and shows that the laws find each: `python tests/kv_mutants.py`.
+"""Plants faults in a copy of kv_cache, one at a time, and shows that the laws find each: `python -m tests.kv_mutants`.
 
 Prints one row per fault and "killed / planted"; exits with 1 when one survives. Not part of the normal test run.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.planted_faults import Mutant, Planting, run
+
 MANAGER, SINGLE, POOL = "kv_cache_manager.py", "single_type_kv_cache_manager.py", "block_pool.py"
 PREFIX, UTILS = "prefix_cache.py", "cache_utils.py"
-TIMEOUT_S = 300.0
-NO_SHRINKING = """from hypothesis import Phase, settings
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], database=None)
-settings.load_profile("mutants")
-"""  # a failure is enough, its smallest example is of no interest
-
-
-@dataclass(frozen=True)
-class Mutant:
-    fault: str
-    file: str
-    right: str
-    wrong: str
-
-
 WINDOW = "max(0, num_computed_tokens - self.sliding_window + 1)"
 MUTANTS = (
     Mutant("reference count not raised", PREFIX, "self._num_users[block] += 1", "pass"),
@@ -133,51 +112,7 @@ MUTANTS = (
 )
 
 
-def is_killed(mutant: Mutant) -> bool:
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        shutil.copytree(ROOT / "kv_cache", copy / "kv_cache", ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / "tests").mkdir()
-        for path in ROOT.glob("tests/*kv_*.py"):
-            shutil.copy(path, copy / "tests")
-        target = copy / "kv_cache" / mutant.file
-        text = target.read_text()
-        if mutant.right not in text:
-            raise SystemExit(f"{mutant.fault}: {mutant.file} no longer says {mutant.right!r}")
-        target.write_text(text.replace(mutant.right, mutant.wrong))
-        return not laws_hold(copy)
-
-
-def laws_hold(folder: Path) -> bool:
-    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    (folder / "conftest.py").write_text(NO_SHRINKING)
-    laws = sorted(str(path) for path in folder.glob("tests/test_kv_*.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *laws]
-    # the copy comes before whatever is installed
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"the laws did not run: {done.stdout}{done.stderr}")
-    return done.returncode == 0
-
-
-def main() -> int:
-    unchanged = Mutant("nothing", MANAGER, "class KVCacheManager", "class KVCacheManager")
-    if is_killed(unchanged):
-        raise SystemExit("the laws fail without a fault")
-    results = []
-    with ThreadPoolExecutor(max_workers=2) as executor:
-        for mutant, killed in zip(MUTANTS, executor.map(is_killed, MUTANTS), strict=True):
-            print(f"{'killed' if killed else 'SURVIVED':<9} {mutant.file:<32} {mutant.fault}", flush=True)
-            results.append(killed)
-    print(f"{sum(results)} / {len(results)} killed")
-    return 0 if all(results) else 1
-
+PLANTING = Planting("kv_cache", ["kv_cache", "tests/*kv_*.py"], ["tests/test_kv_*.py"])
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(PLANTING, MUTANTS))
