@@ -70,7 +70,7 @@ class GroupedQueryAttention(nn.Module):
         self.shape = shape
         self.rotary = rotary
         self.ops = place.ops
-        self.head_counts = (shape.num_heads + shape.num_kv_heads, shape.num_kv_heads)
+        self.head_counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.qkv_proj = Linear(shape.hidden_size, q_size, kv_size, kv_size, bias=shape.qkv_bias, place=place)
         self.o_proj = Linear(q_size, shape.hidden_size, bias=shape.o_bias, place=place)
@@ -98,16 +98,24 @@ class GroupedQueryAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata
     ) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
-        shape, slots = self.shape, metadata.slot_mapping[self.attn_type]
+        shape = self.shape
         heads = self.qkv_proj(x).view(x.shape[0], -1, shape.head_dim)  # [tokens, q + k + v heads, dim]
-        qk, v = heads.split(self.head_counts, dim=1)
+        q, k, v = heads.split(self.head_counts, dim=1)
         if shape.qk_norm_eps is not None:
-            q, k = qk.split((shape.num_heads, shape.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+            q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = self.rotary(positions, metadata)
-        q, k = self.ops.rotary(qk, cos, sin).split((shape.num_heads, shape.num_kv_heads), dim=1)
-        self.ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
-        o = self.ops.paged_attention(
-            q, self.k_cache, self.v_cache, metadata, self.attn_type, shape.scale, shape.sliding_window, self.sinks
+        o = self.ops.rotate_write_attend(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            self.k_cache,
+            self.v_cache,
+            metadata,
+            self.attn_type,
+            shape.scale,
+            shape.sliding_window,
+            self.sinks,
         )
         return self.o_proj(o.flatten(1))

@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from pd_service.models.base import CausalLM, Decoder, DraftingLM, HasCaches
+from pd_service.models.base import CausalLM, DraftingLM, HasCaches
 from pd_service.models.config import HfConfig, ModelConfig
 from pd_service.models.deepseek_config import DeepseekConfig, DeepseekV2Config, DeepseekV3Config
 from pd_service.models.latent_attention import LatentAttention, LatentShape
 from pd_service.models.layers import GatedMLP, Linear, Place, RMSNorm, RotaryEmbedding
-from pd_service.models.llama import PreNormLayer
+from pd_service.models.llama import PreNormDecoder, PreNormLayer
 from pd_service.models.moe import Experts
 from pd_service.ops.metadata import ForwardMetadata
 
@@ -53,7 +53,8 @@ class DraftLayer(PreNormLayer):
     ) -> torch.Tensor:  # both [tokens, hidden] -> [tokens, hidden]
         # The released weights want them in this order, not in that of formula 21 of the V3 report.
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        return self.shared_head["norm"](super().forward(x, positions, metadata))
+        x, residual = super().forward(x, None, positions, metadata)
+        return self.shared_head["norm"].add(x, residual)[0]
 
 
 class DeepseekV2ForCausalLM(CausalLM):
@@ -138,9 +139,9 @@ def _rotary(config: ModelConfig, hf: DeepseekConfig, *, place: Place) -> RotaryE
     return RotaryEmbedding(hf.read_rope(), hf.qk_rope_head_dim, config.max_model_len, place=place)
 
 
-def _decoder(hf: DeepseekConfig, rotary: RotaryEmbedding, *, place: Place) -> Decoder:
+def _decoder(hf: DeepseekConfig, rotary: RotaryEmbedding, *, place: Place) -> PreNormDecoder:
     layers = [PreNormLayer(hf, *_parts(hf, i, rotary, place=place), place=place) for i in range(hf.num_hidden_layers)]
-    return Decoder(hf, layers, RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place), place=place)
+    return PreNormDecoder(hf, layers, RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place), place=place)
 
 
 def _parts(

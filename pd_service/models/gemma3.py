@@ -97,8 +97,9 @@ class Gemma3Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata
     ) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), positions, metadata))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), positions, metadata))
+        normed, x = self.pre_feedforward_layernorm.add(attended, x)
+        return x + self.post_feedforward_layernorm(self.mlp(normed))
 
 
 class Gemma3ForCausalLM(CausalLM):

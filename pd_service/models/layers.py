@@ -69,6 +69,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., dim] -> [..., dim]
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and x + residual itself, all [..., dim]."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), or another activation of gate and up side by side."""
@@ -83,11 +87,14 @@ class GatedMLP(nn.Module):
         place: Place,
     ) -> None:
         super().__init__()
-        self.activate = activate or place.ops.silu_and_mul
+        self.ops = place.ops
+        self.activate = place.ops.silu_and_mul if bias and activate is None else activate
         self.gate_up_proj = Linear(hidden_size, intermediate_size, intermediate_size, bias=bias, place=place)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, place=place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
+        if self.activate is None:
+            return self.ops.gated_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         return self.down_proj(self.activate(self.gate_up_proj(x)))
 
 

@@ -26,7 +26,10 @@ class PreNormConfig(HfConfig):
 
 
 class PreNormLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each behind a norm and beside a residual.
+
+    What a layer adds to the residual is added by the next norm, which is one operator on every device.
+    """
 
     def __init__(self, hf: PreNormConfig, self_attn: nn.Module, mlp: nn.Module, *, place: Place) -> None:
         super().__init__()
@@ -36,10 +39,21 @@ class PreNormLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata
-    ) -> torch.Tensor:  # [tokens, hidden] -> [tokens, hidden]
-        x = x + self.self_attn(self.input_layernorm(x), positions, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, metadata: ForwardMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its input is x + residual [tokens, hidden], or x alone; its output the sum of both results, not yet added."""
+        normed, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm.add(x, residual)
+        attended = self.self_attn(normed, positions, metadata)
+        normed, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(normed), residual
+
+
+class PreNormDecoder(Decoder):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: ForwardMetadata) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, metadata)
+        return self.norm.add(x, residual)[0]
 
 
 class PreNormLM(CausalLM):
@@ -55,7 +69,7 @@ class PreNormLM(CausalLM):
             attention = GroupedQueryAttention(self.make_shape(hf, layer), rotary, place=place)
             layers.append(PreNormLayer(hf, attention, self.make_mlp(hf, layer, place=place), place=place))
         norm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
-        super().__init__(hf, Decoder(hf, layers, norm, place=place), place=place, block_size=block_size)
+        super().__init__(hf, PreNormDecoder(hf, layers, norm, place=place), place=place, block_size=block_size)
 
     @classmethod
     def make_shape(cls, hf: Any, layer: int) -> AttentionShape:

@@ -43,6 +43,8 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor: ...
 
+    def gated_mlp(self, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor: ...
+
     def pack_head_linear(self, weight: torch.Tensor) -> list[torch.Tensor]: ...
 
     def head_linear(self, x: torch.Tensor, packed: list[torch.Tensor]) -> torch.Tensor: ...
@@ -59,6 +61,10 @@ class Ops(Protocol):
     ) -> torch.Tensor: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
@@ -80,6 +86,22 @@ class Ops(Protocol):
     def paged_attention(
         self,
         query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: ForwardMetadata,
+        attn_type: str,
+        scale: float,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def rotate_write_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         metadata: ForwardMetadata,

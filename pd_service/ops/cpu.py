@@ -2,8 +2,9 @@
 
 Where this machine can compile them, the kernels of `native` do the same faster, but for rounding.
 
-Each function is pure except `write_kv`, which writes the cache. With oneDNN, a row (token) of a result never depends on
-the other rows of the batch, to the last bit: a request gets the same tokens alone and among others.
+Each function is pure except `write_kv` and `rotate_write_attend`, which write the cache. With oneDNN, a row (token) of
+a result never depends on the other rows of the batch, to the last bit: a request gets the same tokens alone and among
+others.
 
 Attention reads exactly the slots a query may see, one request at a time:
 
@@ -25,63 +26,21 @@ import torch.nn.functional as F
 
 from pd_service.ops import native
 from pd_service.ops.cpu_linear import experts as experts
+from pd_service.ops.cpu_linear import gated_mlp as gated_mlp
 from pd_service.ops.cpu_linear import head_linear as head_linear
 from pd_service.ops.cpu_linear import linear as linear
 from pd_service.ops.cpu_linear import pack_experts as pack_experts
 from pd_service.ops.cpu_linear import pack_head_linear as pack_head_linear
 from pd_service.ops.cpu_linear import pack_linear as pack_linear
+from pd_service.ops.cpu_pointwise import add_rms_norm as add_rms_norm
+from pd_service.ops.cpu_pointwise import clipped_swiglu as clipped_swiglu
+from pd_service.ops.cpu_pointwise import gelu_and_mul as gelu_and_mul
+from pd_service.ops.cpu_pointwise import rms_norm as rms_norm
+from pd_service.ops.cpu_pointwise import rotary as rotary
+from pd_service.ops.cpu_pointwise import silu_and_mul as silu_and_mul
 from pd_service.ops.metadata import ForwardMetadata
 
 PAGED_ATTENTION = "paged, C kernels or torch SDPA"  # for people to read
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x` [..., dim] divided by its root mean square over `dim`, times `weight` [dim].
-
-    The result is rounded once, to the type of `x`; the weight may be float32 where `x` is not.
-    """
-    if (normed := native.rms_norm(x, weight, eps)) is not None:
-        return normed
-    if x.dtype == weight.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
-
-
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` [tokens, heads, dim] in the planes (i, i + dim/2), the order of GPT-NeoX.
-
-    `cos` and `sin` are [tokens, 1, dim], both halves alike except that the first half of `sin` is negated, so that
-    swapping the halves of `x` is all that is left to do.
-    """
-    if (rotated := native.rotary(x, cos, sin)) is not None:
-        return rotated
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin)
-
-
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`x` [tokens, 2 * dim] holds gate and up side by side: silu(gate) * up, [tokens, dim]."""
-    if (activated := native.silu_and_mul(x)) is not None:
-        return activated
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`x` [tokens, 2 * dim] holds gate and up side by side: gelu(gate) * up, [tokens, dim]. Gelu in its tanh form."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-def clipped_swiglu(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """`x` [tokens, 2 * dim] holds gate and up in turns: gate * sigmoid(alpha * gate) * (up + 1), [tokens, dim].
-
-    Both are cut at `limit`, up at -`limit` as well (gpt-oss model card, arXiv 2508.10925).
-    """
-    # torch's exponential has other last bits at the end of a run of memory; the rows of `gate` lie apart, each is one.
-    gate, up = x.reshape(x.shape[0], x.shape[1] // 2, 2).mT.clone(memory_format=torch.contiguous_format).unbind(1)
-    scaled = gate.clamp_(max=limit).mul_(alpha)
-    return F.silu(scaled).mul_(up.clamp_(-limit, limit).add_(1.0)).div_(alpha)
 
 
 def write_kv(
@@ -140,6 +99,46 @@ def paged_attention(
             answer = _attend(chunk, key, value, scale, sinks, mask=read.mask, is_causal=read.mask is None)
             out[read.start : stop] = answer[0].transpose(0, 1)
     return out
+
+
+def rotate_write_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    metadata: ForwardMetadata,
+    attn_type: str,
+    scale: float,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """All that follows the projections: `rotary` of queries and keys, `write_kv`, `paged_attention`, in this order.
+
+    `query` is [tokens, heads, dim], `key` and `value` are [tokens, kv_heads, dim]. Returns [tokens, heads, dim].
+    """
+    answers = native.rotate_write_attend(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        metadata,
+        attn_type,
+        scale,
+        sliding_window=sliding_window,
+        sinks=sinks,
+    )
+    if answers is not None:
+        return answers
+    rotated = rotary(torch.cat((query, key), dim=1), cos, sin)
+    query, key = rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
+    write_kv(key, value, k_cache, v_cache, metadata.slot_mapping[attn_type])
+    return paged_attention(query, k_cache, v_cache, metadata, attn_type, scale, sliding_window, sinks)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Products with weights on a CPU: one matrix, one for each head, or those of the experts each token chose.
+"""Products with weights on a CPU: one matrix, a whole MLP, one matrix for each head, the experts each token chose.
 
 With oneDNN, a row of a result never depends on the other rows of the batch, to the last bit.
 """
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pd_service.ops import ExpertWeights, native
+from pd_service.ops.cpu_pointwise import silu_and_mul
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,16 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
         x = x.expand(2, -1).contiguous()
     result = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return cast(torch.Tensor, result[:rows])
+
+
+def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)) for `x` [rows, hidden]; both weights come from `pack_linear`. Returns [rows, out].
+
+    Before packing, `gate_up` is [2 * dim, hidden] with all gates first, `down` [out, dim].
+    """
+    if (result := native.gated_mlp(x, gate_up, down)) is not None:
+        return result
+    return linear(silu_and_mul(linear(x, gate_up, None)), down, None)
 
 
 def pack_head_linear(weight: torch.Tensor) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "attention.h"
 #include "vectors.h"
 
 enum {
@@ -15,16 +16,6 @@ enum {
     QUERIES = 96, /* rows of a unit, unless more heads than that share a cached one */
     TILE = 6,     /* rows: 6 x 4 sums, 4 operands and a factor fill the 32 registers */
     FEW = 8,      /* rows of a unit, up to which keys are not worth laying out anew */
-};
-
-struct attention {
-    const char *query, *k_cache, *v_cache;
-    char *out;
-    const int32_t *starts, *query_lens, *kv_lens, *tables; /* [requests] each, tables [requests, table_width] */
-    const float *sinks;                                    /* [heads], a score that takes weight only; may be null */
-    int64_t requests, table_width, block_size, heads, kv_heads, dim, query_stride;
-    int64_t window; /* tokens a query sees, itself included */
-    float scale;
 };
 
 /* Of up to `rows` rows: what they have gathered so far, or what one group adds. */

@@ -26,14 +26,19 @@ logger = logging.getLogger(__name__)
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of vectors.h
+LANES = 16  # of vectors.h
 _POINTER, _COUNT, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _ARGUMENTS = {
     "pd_linear": (_INT, _POINTER, _COUNT, *(_POINTER,) * 3, *(_COUNT,) * 3, _INT),
+    "pd_gated_mlp": (_INT, _POINTER, _COUNT, *(_POINTER,) * 4, *(_COUNT,) * 4, _INT),
     "pd_rms_norm": (_INT, _POINTER, _COUNT, _COUNT, _INT, _POINTER, _POINTER, *(_COUNT,) * 3, _DOUBLE, _INT),
+    "pd_add_rms_norm": (_INT, _POINTER, _POINTER, _INT, *(_POINTER,) * 3, _COUNT, _COUNT, _DOUBLE, _INT),
     "pd_rotary": (_INT, _POINTER, _COUNT, *(_POINTER,) * 3, *(_COUNT,) * 3, _INT),
     "pd_silu_and_mul": (_INT, _POINTER, _POINTER, _COUNT, _COUNT, _INT),
     "pd_write_kv": (_POINTER, _COUNT, _POINTER, _COUNT, *(_POINTER,) * 3, *(_COUNT,) * 3, _INT),
     "pd_attention": (_INT, _POINTER, _INT),
+    "pd_rotate_write_attend": (_INT, _POINTER, _POINTER, _INT),
     "pd_use_large_pages": (_POINTER, _COUNT),
     "pd_has_bfloat16": (),
 }

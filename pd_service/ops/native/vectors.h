@@ -57,3 +57,9 @@ INLINE __m512 exponential(__m512 x)
     p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0f));
     return _mm512_maskz_scalef_ps(is_alive, p, n);
 }
+
+INLINE __m512 silu_times(__m512 gate, __m512 up)
+{
+    __m512 decay = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+    return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), decay)), up);
+}
