@@ -182,6 +182,19 @@ class ReadPlanner:
         return ReadPlan(runs={rank: _spread(found) for rank, found in parts.items()})
 
 
+class OneRankPlanner:
+    """What an engine of one rank reads from another of one rank. Raises ValueError for more, and as `ReadPlanner`."""
+
+    def __init__(self, source: EngineLayout, dest: EngineLayout) -> None:
+        if source.num_ranks > 1 or dest.num_ranks > 1:
+            raise ValueError(f"engines of 1 rank are joined here, given {source.num_ranks} and {dest.num_ranks} ranks")
+        self._planner = ReadPlanner(source, dest)
+
+    def plan(self, source_tables: BlockTables, dest_tables: BlockTables, first_token: int, num_tokens: int) -> Runs:
+        """As `ReadPlanner.plan`, of the only rank."""
+        return self._planner.plan(source_tables, dest_tables, first_token, num_tokens).runs.get(0, _spread([]))
+
+
 def plan_read(
     source: EngineLayout,
     dest: EngineLayout,
@@ -190,11 +203,8 @@ def plan_read(
     first_token: int,
     num_tokens: int,
 ) -> Runs:
-    """The runs between two engines of one rank each, as `ReadPlanner` makes them. Raises ValueError for more ranks."""
-    if source.num_ranks > 1 or dest.num_ranks > 1:
-        raise ValueError(f"engines of 1 rank are joined here, given {source.num_ranks} and {dest.num_ranks} ranks")
-    plan = ReadPlanner(source, dest).plan(source_tables, dest_tables, first_token, num_tokens)
-    return plan.runs.get(0, _spread([]))
+    """The runs of one read; whoever reads more than once from an engine keeps a planner."""
+    return OneRankPlanner(source, dest).plan(source_tables, dest_tables, first_token, num_tokens)
 
 
 def _cut_tokens(cut: _Cut, source_tables: BlockTables, dest_tables: BlockTables, tokens: _Range) -> _Pieces:

@@ -22,6 +22,7 @@ from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
 from transfer.layout import EngineLayout, compare
+from transfer.plan import OneRankPlanner
 from transfer.planes.base import Buffers, Plane, PlaneReader, PlaneUnavailable
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Peer:
         self._timeout_s = timeout_s  # for any one answer
         self.address = address
         self.incarnation = incarnation
-        self.layout: EngineLayout | None = None
+        self.planner: OneRankPlanner | None = None
         self.plane: PlaneReader | None = None
         self.plane_name = ""
         self.plane_reason = ""
@@ -71,15 +72,22 @@ class Peer:
         if first is EOF or not first.HasField("hello"):
             reasons = [] if first is EOF else list(first.refused.reasons)
             raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
-        try:
-            self.layout = layout_from_wire(first.hello.layout)
-        except ValueError as error:
-            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
-        differences = compare(layout, self.layout)
-        if differences:
-            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
+        self._plan_from(first.hello, layout)
         await self._choose_plane(first.hello, planes, buffers)
         self.reading = asyncio.create_task(self._read())
+
+    def _plan_from(self, hello: pb.HolderHello, layout: EngineLayout) -> None:
+        try:
+            theirs = layout_from_wire(hello.layout)
+        except ValueError as error:
+            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
+        differences = compare(layout, theirs)
+        if differences:
+            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
+        try:
+            self.planner = OneRankPlanner(theirs, layout)
+        except ValueError as error:
+            raise TransferFailed(f"{self.address}: {error}") from error
 
     async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
         offers = {offer.name: offer.endpoint for offer in hello.planes}

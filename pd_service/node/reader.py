@@ -23,7 +23,6 @@ from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc.engine_pb2 import Choice
 from transfer.layout import EngineLayout
-from transfer.plan import plan_read
 from transfer.planes.base import Buffers, Plane, PlaneError
 
 logger = logging.getLogger(__name__)
@@ -168,10 +167,10 @@ class Reader:
 
     def _read(self, peer: Peer, opened: pb.TicketOpened, order: PullOrder) -> tuple[int, float]:
         """In a thread: plans and reads. Returns the bytes and the seconds in which they moved."""
-        assert peer.layout is not None
+        assert peer.planner is not None
         assert peer.plane is not None
         source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
-        runs = plan_read(peer.layout, self._layout, source_tables, order.tables, order.first_token, opened.num_tokens)
+        runs = peer.planner.plan(source_tables, order.tables, order.first_token, opened.num_tokens)
         started_at = monotonic()
         peer.plane.read(order.ticket.lease_id, runs, self._pull_timeout_s)
         return runs.num_bytes, monotonic() - started_at
