@@ -330,13 +330,9 @@ PLANTING = Planting(
     "pd_service/engine",
     ["kv_cache", "transfer", "pd_service", "tests"],
     [
-        "tests/test_scheduler_progress.py",
-        "tests/test_engine_lives.py",
-        "tests/test_speculation.py",
-        "tests/test_integer_model.py",
-        "tests/test_models_deepseek_draft.py",
-        "tests/test_prompt_identity.py",
-        "tests/test_scheduler.py",
+        ["tests/test_scheduler_progress.py", "tests/test_engine_lives.py", "tests/test_scheduler.py"],
+        ["tests/test_speculation.py", "tests/test_integer_model.py"],
+        ["tests/test_models_deepseek_draft.py", "tests/test_prompt_identity.py"],
     ],
 )
 

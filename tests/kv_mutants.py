@@ -112,7 +112,7 @@ MUTANTS = (
 )
 
 
-PLANTING = Planting("kv_cache", ["kv_cache", "tests/*kv_*.py"], ["tests/test_kv_*.py"])
+PLANTING = Planting("kv_cache", ["kv_cache", "tests/*kv_*.py"], [["tests/test_kv_*.py"]])
 
 if __name__ == "__main__":
     sys.exit(run(PLANTING, MUTANTS))

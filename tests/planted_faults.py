@@ -35,11 +35,14 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Planting:
-    """Faults in files below `folder`, in copies of what `copied` names (globs), found by `tests` (globs) in order."""
+    """Faults in files below `folder`, in copies of what `copied` names (globs).
+
+    They are found by `tests`: groups of globs, one after the other, so that most faults cost the first group's imports.
+    """
 
     folder: str
     copied: Sequence[str]
-    tests: Sequence[str]
+    tests: Sequence[Sequence[str]]
 
     def is_killed(self, mutant: Mutant | None) -> bool:
         with tempfile.TemporaryDirectory() as name:
@@ -48,12 +51,12 @@ class Planting:
                 _copy(path, copy / path.relative_to(ROOT))
             if mutant is not None:
                 _plant(mutant, copy / self.folder / mutant.file)
-            return not self._tests_pass(copy)
+            (copy / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+            (copy / "conftest.py").write_text(NO_SHRINKING)
+            return not all(self._tests_pass(copy, group) for group in self.tests)
 
-    def _tests_pass(self, copy: Path) -> bool:
-        (copy / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-        (copy / "conftest.py").write_text(NO_SHRINKING)
-        tests = [str(path) for path in _matching(copy, self.tests)]
+    def _tests_pass(self, copy: Path, group: Sequence[str]) -> bool:
+        tests = [str(path) for path in _matching(copy, group)]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         # the copy comes before whatever is installed
         environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -33,10 +33,11 @@ def test_every_mix_of_long_and_short_requests_ends_in_a_tiny_pool(seed: int) -> 
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_window_blocks_that_several_share_are_promised_to_each_who_moves_on(most: int) -> None:
+@pytest.mark.parametrize("num_blocks", [31, 53], ids=["room for one", "room for three"])
+def test_window_blocks_that_several_share_are_promised_to_each_who_moves_on(num_blocks: int, most: int) -> None:
     """Four windows of 16 tokens stand on the same 15 blocks; once they have moved on, each needs 16 of its own."""
     driver = Driver(
-        num_blocks=53,
+        num_blocks=num_blocks,
         block_size=1,
         budget=4,
         max_num_seqs=4,
@@ -54,4 +55,19 @@ def test_window_blocks_that_several_share_are_promised_to_each_who_moves_on(most
     driver.run()
     assert driver.tokens == {r.request_id: continuation(r.token_ids, 40) for r in requests}
     assert driver.scheduler.counters.preemptions == 0
+    assert driver.is_empty
+
+
+def test_a_window_that_has_left_what_it_shared_owes_nothing_any_more() -> None:
+    driver = Driver(num_blocks=56, block_size=1, budget=4, attn_types=("SlidingWindow",), window=16, prefix_cache=True)
+    for name in "ab":
+        driver.add(new_request(name, 21, max_new_tokens=40, prompt="same"))
+        while name not in driver.tokens:
+            driver.step()
+    driver.add(new_request("c", 21, max_new_tokens=4))
+    assert driver.scheduler.load().waiting == 1
+    while driver.scheduler.load().waiting:
+        driver.step()
+    assert len(driver.tokens["b"]) <= 17  # as many as it takes to leave them
+    driver.run()
     assert driver.is_empty
