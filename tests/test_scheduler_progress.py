@@ -71,3 +71,15 @@ def test_a_window_that_has_left_what_it_shared_owes_nothing_any_more() -> None:
     assert len(driver.tokens["b"]) <= 17  # as many as it takes to leave them
     driver.run()
     assert driver.is_empty
+
+
+def test_a_pulled_window_is_charged_what_its_next_token_sees() -> None:
+    """16 of 60 tokens and one block of growth fit beside the other, the 20 of a prompt in chunks would not."""
+    driver = Driver(num_blocks=20, block_size=1, budget=4, attn_types=("SlidingWindow",), window=16)
+    driver.add(new_request("other", 1, max_new_tokens=3))
+    request = new_request("pulled", 60, with_ticket=True)
+    driver.add(request)
+    assert driver.pulls == ["pulled"]
+    driver.run()
+    assert driver.tokens["pulled"] == continuation(request.token_ids, 4)
+    assert driver.is_empty
