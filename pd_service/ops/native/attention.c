@@ -87,9 +87,9 @@ INLINE void add_few(int kind, const struct attention *a, struct scratch *s, cons
     for (int64_t i = 0; i < count; i++)
         weigh(a, s, part, i, base, r->position + i / r->share);
     if (count > 4)
-        sum_few(kind, 8, 2, a, s, part.out, at);
+        sum_few(kind, 8, 2, a, s, part.out, at, next);
     else
-        sum_few(kind, 4, 4, a, s, part.out, at);
+        sum_few(kind, 4, 4, a, s, part.out, at, next);
 }
 
 INLINE struct part part_at(struct part part, int64_t row, int64_t padded)

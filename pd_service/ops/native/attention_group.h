@@ -158,7 +158,8 @@ static void multiply(int64_t rows, const float *x, int64_t x_stride, const float
         }
 }
 
-/* The same sums as `multiply` makes, in the same order, for up to 8 rows and without laying anything out. */
+/* The same sums as `multiply` makes, in the same order, for up to 8 rows and without laying anything out. Each load of a key fetches the
+ * same part of the one at `next`: in one burst they would fill the core's queue of loads, and it would wait. */
 INLINE void score_few(int kind, int rows, const struct attention *a, struct scratch *s, const float *query,
                       const int64_t at[GROUP], const int64_t next[GROUP])
 {
@@ -170,6 +171,9 @@ INLINE void score_few(int kind, int rows, const struct attention *a, struct scra
         for (int64_t d = 0; d < a->dim; d += LANES) {
             load_keys(kind, a, at + i, d, columns);
 #pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                _mm_prefetch(a->k_cache + (next[i + r] + d) * size_of(kind), _MM_HINT_T0);
+#pragma GCC unroll 16
             for (int c = 0; c < LANES; c++)
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++)
@@ -178,13 +182,11 @@ INLINE void score_few(int kind, int rows, const struct attention *a, struct scra
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
             _mm512_storeu_ps(s->scores + r * GROUP + i, sums[r]);
-        for (int r = 0; r < LANES; r++)
-            fetch(kind, a, next[i + r]);
     }
 }
 
 INLINE void sum_values(int kind, int rows, int vectors, const struct attention *a, struct scratch *s, float *out,
-                       const int64_t at[GROUP], int64_t d)
+                       const int64_t at[GROUP], const int64_t next[GROUP], int64_t d)
 {
     __m512 sums[FEW][4];
 #pragma GCC unroll 8
@@ -193,6 +195,9 @@ INLINE void sum_values(int kind, int rows, int vectors, const struct attention *
         for (int v = 0; v < vectors; v++)
             sums[r][v] = _mm512_setzero_ps();
     for (int64_t i = 0; i < GROUP; i++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            _mm_prefetch(a->v_cache + (next[i] + d + v * LANES) * size_of(kind), _MM_HINT_T0);
         if (at[i] < 0)
             continue;
         __m512 value[4];
@@ -215,13 +220,13 @@ INLINE void sum_values(int kind, int rows, int vectors, const struct attention *
 }
 
 INLINE void sum_few(int kind, int rows, int vectors, const struct attention *a, struct scratch *s, float *out,
-                    const int64_t at[GROUP])
+                    const int64_t at[GROUP], const int64_t next[GROUP])
 {
     int64_t d = 0;
     for (; d + vectors * LANES <= a->dim; d += vectors * LANES)
-        sum_values(kind, rows, vectors, a, s, out, at, d);
+        sum_values(kind, rows, vectors, a, s, out, at, next, d);
     for (; d < a->dim; d += LANES)
-        sum_values(kind, rows, 1, a, s, out, at, d);
+        sum_values(kind, rows, 1, a, s, out, at, next, d);
 }
 
 /* One row's scores of the keys from `base` become weights; it sees keys (position - window, position]. */
