@@ -83,3 +83,15 @@ def test_a_pulled_window_is_charged_what_its_next_token_sees() -> None:
     driver.run()
     assert driver.tokens["pulled"] == continuation(request.token_ids, 4)
     assert driver.is_empty
+
+
+def test_growth_is_promised_to_a_request_whose_kv_is_still_on_its_way() -> None:
+    driver = Driver(num_blocks=8, block_size=4, max_preemptions=0)
+    pulled, other = new_request("pulled", 9, max_new_tokens=16, with_ticket=True), new_request("other", 9, 12)
+    for request in (pulled, other):
+        driver.add(request)
+    assert driver.scheduler.load().waiting == 1  # 3 blocks are taken, 3 promised, and the other needs 5
+    driver.run()
+    for request in (pulled, other):
+        assert driver.tokens[request.request_id] == continuation(request.token_ids, request.max_new_tokens)
+    assert driver.is_empty
