@@ -380,12 +380,20 @@ class Lives:
         assert len(set(map(id, states))) == len(states), "a request is in the step twice"
         num_spare = self.shape.budget - sum(scheduled.num_positions for scheduled in batch)
         assert num_spare >= 0, "a step of more tokens than its budget"
+        for state in states:
+            assert state.status is Status.RUNNING, "a step with a request that has no blocks"
+            self._check_bounds(state)
         running = [s for s in self.scheduler._requests.values() if s.status is Status.RUNNING]
         left_out = [state for state in running if state not in states]
         for state in left_out:
             assert state.num_pending > 1 or not self._fits(state, 1), "a decode without its token"
         self._check_progress(batch, running)
         self.seen["left out"] += len(left_out)
+
+    def _check_bounds(self, state: RequestState) -> None:
+        num_blocks = -(-state.request.max_cached_tokens // self.shape.block_size)
+        for table in self._kv.get_block_ids(state.request_id).values():
+            assert len(table) <= num_blocks, "slots for tokens that will never be computed"
 
     def _fits(self, state: RequestState, num_tokens: int) -> bool:
         end, free = state.num_computed + num_tokens, self._kv.num_free_blocks()

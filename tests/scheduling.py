@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kv_cache import KVCacheManager, PrefixCache
 from pd_service.config import SpeculativeSettings
 from pd_service.engine.messages import StepOutput
-from pd_service.engine.request_state import PullStats, token_digest
+from pd_service.engine.request_state import PullStats, Status, token_digest
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
@@ -119,6 +119,7 @@ class Driver:
 
     def begin(self) -> list[ScheduledRequest]:
         batch = self.scheduler.schedule(0.0)
+        assert all(scheduled.state.status is Status.RUNNING for scheduled in batch)
         self.collect()
         return batch
 

@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pd_service.engine.messages import PullOrder
+from pd_service.engine.outbox import Outbox
 from pd_service.errors import EngineFailed, InvalidRequest, Overloaded, TransferFailed
-from pd_service.request import EngineSampling, FinishReason, RequestId
+from pd_service.request import EngineSampling, FinishReason, Load, RequestId
 from tests.scheduling import Driver, continuation, new_request, next_token
 
 
@@ -227,6 +229,43 @@ def test_a_prompt_in_chunks_never_keeps_a_decode_from_its_token() -> None:
         batch = driver.begin()
         assert {s.state.request_id: s.num_tokens for s in batch} == {"decode": 1, "long": min(7, batch[-1].num_tokens)}
         driver.end(batch)
+
+
+def test_of_two_prompts_the_first_in_order_has_the_budget() -> None:
+    driver = Driver(num_blocks=64, budget=8)
+    for name in ("first", "second"):
+        driver.add(new_request(name, 20))
+    batches = []
+    for _ in range(4):
+        batch = driver.begin()
+        batches.append([(s.state.request_id, s.num_tokens) for s in batch])
+        driver.end(batch)
+    assert batches[:2] == [[("first", 8)], [("first", 8)]]
+    assert batches[2] == [("first", 4), ("second", 4)]
+    assert batches[3] == [("first", 1), ("second", 7)]
+
+
+def test_who_is_preempted_keeps_its_place_in_the_queue() -> None:
+    driver = Driver(num_blocks=6, budget=8)
+    for name in "abc":
+        driver.add(new_request(name, 7, max_new_tokens=14))
+    while not driver.scheduler.counters.preemptions:
+        driver.step()
+    assert [state.request_id for state in driver.scheduler._waiting] == ["b", "c"]
+    driver.run()
+    assert list(driver.finish) == ["a", "b", "c"]
+
+
+def test_an_order_is_told_even_if_the_load_stays_the_same() -> None:
+    load, ticket = Load(), new_request("a", 9, with_ticket=True).ticket
+    assert ticket is not None
+    outbox = Outbox(load)
+    assert outbox.take(load) is None
+    outbox.pulls.append(PullOrder(request_id=RequestId("a"), ticket=ticket, first_token=0, tables={}))
+    output = outbox.take(load)
+    assert output is not None
+    assert [order.request_id for order in output.pulls] == ["a"]
+    assert outbox.take(load) is None
 
 
 def test_guesses_leave_half_of_the_spare_budget_to_prompts() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_service.config import EngineConfig, EngineSettings, SpeculativeSettings
+from pd_service.engine.batch import InputRow, make_batch
 from pd_service.engine.execution_engine import ExecutionEngine
 from pd_service.engine.messages import Submit
 from pd_service.engine.ngram import NgramIndex
@@ -64,6 +65,18 @@ def test_a_choice_stands_exactly_when_all_guesses_before_it_were_right(guesses: 
 
 def test_no_choices_are_none_that_stand() -> None:
     assert accept((), ()) == ()
+
+
+def test_each_position_with_guesses_is_a_line_of_its_own() -> None:
+    """So that its attention is computed as plain decoding would, to the last bit."""
+    blocks = {"FullAttention": [3, 1]}
+    rows = [InputRow([9, 9, 9], 0, blocks), InputRow([9, 7, 8], 4, {"FullAttention": [2, 5]}, num_drafts=2)]
+    batch = make_batch(rows, [row.token_ids for row in rows], [row.first for row in rows], 4)
+    assert batch.metadata.query_lens == [3, 1, 1, 1]
+    assert batch.metadata.kv_lens == [3, 5, 6, 7]
+    assert batch.starts == [0, 3]
+    assert batch.positions.tolist() == [0, 1, 2, 4, 5, 6]
+    assert [row[:2] for row in batch.metadata.block_table["FullAttention"].tolist()] == [[3, 1], *[[2, 5]] * 3]
 
 
 def outputs(
