@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_service.ops import cpu, get_ops
+from pd_service.ops import cpu_attention, get_ops
 from pd_service.ops.metadata import ForwardMetadata
 from tests.test_ops import DIM, FULL, Batch, make_batch
 
@@ -22,11 +22,14 @@ def latent_batch(lens: list[tuple[int, int]], *, block_size: int, heads: int, sc
 
 
 def attend(
-    batch: Batch, q_rope: torch.Tensor, at_once: int = cpu.SCORES_AT_ONCE, few: int = cpu.FEW_QUERIES
+    batch: Batch,
+    q_rope: torch.Tensor,
+    at_once: int = cpu_attention.SCORES_AT_ONCE,
+    few: int = cpu_attention.FEW_QUERIES,
 ) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "SCORES_AT_ONCE", at_once)
-        patch.setattr(cpu, "FEW_QUERIES", few)
+        patch.setattr(cpu_attention, "SCORES_AT_ONCE", at_once)
+        patch.setattr(cpu_attention, "FEW_QUERIES", few)
         return ops.latent_attention(batch.query, q_rope, batch.k_cache, batch.v_cache, batch.metadata, FULL, SCALE)
 
 
@@ -48,8 +51,8 @@ def brute_force(batch: Batch, q_rope: torch.Tensor) -> torch.Tensor:
     block_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([1, 4]),
     scattered=st.booleans(),
-    at_once=st.sampled_from([1, 50, 300, cpu.SCORES_AT_ONCE]),
-    few=st.sampled_from([1, cpu.FEW_QUERIES]),
+    at_once=st.sampled_from([1, 50, 300, cpu_attention.SCORES_AT_ONCE]),
+    few=st.sampled_from([1, cpu_attention.FEW_QUERIES]),
     seed=st.integers(0, 2**16),
 )
 def test_latent_attention_sees_exactly_the_past(lens, block_size, heads, scattered, at_once, few, seed) -> None:
@@ -78,7 +81,7 @@ def test_latent_attention_does_not_depend_on_where_blocks_lie_or_who_shares_the_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("query_len", [2, 17, cpu.FEW_QUERIES])
+@pytest.mark.parametrize("query_len", [2, 17, cpu_attention.FEW_QUERIES])
 def test_a_few_queries_get_the_bits_they_would_get_one_by_one(query_len: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     past, heads, rank, rope_dim = 75, 4, 48, 16

@@ -126,48 +126,6 @@ def test_a_token_attends_alike_in_any_chunk_to_the_last_bit(length, cuts, window
     torch.set_num_threads(1)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    lens=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 100)), min_size=1, max_size=4),
-    dim=st.sampled_from([8, 16, 64]),
-    window=st.sampled_from([None, 5]),
-    has_sinks=st.booleans(),
-    has_kernels=st.booleans(),
-    dtype=dtypes,
-    seed=st.integers(0, 2**16),
-)
-def test_rotation_writing_and_attention_in_one_call_are_the_three_to_the_last_bit(
-    lens, dim, window, has_sinks, has_kernels, dtype, seed
-) -> None:
-    torch.manual_seed(seed)
-    query_lens, kv_lens = [q for q, _ in lens], [q + past for q, past in lens]
-    cache = Cache(kv_lens, block_size=4, kv_heads=2, dim=dim, dtype=dtype)
-    metadata = cache.metadata(query_lens)
-    slots = [
-        int(cache.table[request, position // 4]) * 4 + position % 4
-        for request, (query_len, past) in enumerate(lens)
-        for position in range(past, past + query_len)
-    ]
-    metadata.slot_mapping[FULL] = torch.tensor(slots, dtype=torch.int32)
-    heads = torch.randn(len(slots), 6 + 2 + 2, dim).to(dtype)
-    query, key, value = heads.split((6, 2, 2), dim=1)
-    cos, sin = torch.randn(2, len(slots), 1, dim).to(dtype)
-    sinks = torch.randn(6) if has_sinks else None
-    keys, values = cache.keys.clone(), cache.values.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        if not has_kernels:
-            patch.setattr(build, "kernels", lambda: None)
-        whole = cpu.rotate_write_attend(
-            query, key, value, cos, sin, keys, values, metadata, FULL, 0.2, sliding_window=window, sinks=sinks
-        )
-        cpu.write_kv(cpu.rotary(key, cos, sin), value, cache.keys, cache.values, metadata.slot_mapping[FULL])
-        rotated = cpu.rotary(query, cos, sin)
-        parts = cpu.paged_attention(rotated, cache.keys, cache.values, metadata, FULL, 0.2, window, sinks)
-    assert torch.equal(whole, parts)
-    for ours, expected in ((keys, cache.keys), (values, cache.values)):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
-
-
 def test_a_head_too_wide_for_the_kernels_is_left_to_torch() -> None:
     cache = Cache([5], block_size=4, kv_heads=1, dim=1024, dtype=torch.float32)
     query = torch.randn(1, 1, 1024)
@@ -199,31 +157,6 @@ def test_a_product_is_that_of_torch_and_no_row_knows_of_the_others_or_of_threads
     wide = torch.randn(5, 2 * shape[1]).to(dtype)
     part = wide[:, shape[1] :]  # rows with a gap between them
     assert torch.equal(native.linear(part, packed, None), native.linear(part.contiguous(), packed, None))
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("hidden", "dim"), [(32, 96), (70, 32), (576, 1536)])
-def test_a_whole_mlp_is_its_parts_to_the_last_bit_for_any_rows_and_threads(hidden, dim, dtype) -> None:
-    torch.manual_seed(2)
-    x = torch.randn(600, hidden).to(dtype)
-    gate_up, down = torch.randn(2 * dim, hidden).to(dtype), torch.randn(64, dim).to(dtype)
-    gate_up, down = cpu.pack_linear(gate_up), cpu.pack_linear(down)
-    parts = cpu.linear(cpu.silu_and_mul(cpu.linear(x, gate_up, None)), down, None)
-    for rows in (0, 1, 2, 13, 100, 254, 600):
-        torch.set_num_threads(1 + rows % 3)
-        whole = native.gated_mlp(x[:rows], gate_up, down)
-        assert whole is not None
-        assert torch.equal(whole, parts[:rows])
-    torch.set_num_threads(1)
-
-
-def test_an_mlp_whose_gates_end_amid_a_panel_is_left_to_its_parts() -> None:
-    x, gate_up, down = torch.randn(3, 64), torch.randn(2 * 48, 64), torch.randn(64, 48)
-    packed = cpu.pack_linear(gate_up), cpu.pack_linear(down)
-    assert native.gated_mlp(x, *packed) is None
-    expected = cpu.silu_and_mul(x @ gate_up.T) @ down.T
-    torch.testing.assert_close(cpu.gated_mlp(x, *packed), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(100, 36), (33, 8)])

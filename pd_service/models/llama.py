@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,6 +12,7 @@ from pd_service.models.attention import AttentionShape, GroupedQueryAttention
 from pd_service.models.base import CausalLM, Decoder
 from pd_service.models.config import Count, HeadsConfig, HfConfig, ModelConfig
 from pd_service.models.layers import GatedMLP, Place, RMSNorm, RotaryEmbedding
+from pd_service.ops import LayerWeights
 from pd_service.ops.metadata import ForwardMetadata
 
 
@@ -33,6 +35,7 @@ class PreNormLayer(nn.Module):
 
     def __init__(self, hf: PreNormConfig, self_attn: nn.Module, mlp: nn.Module, *, place: Place) -> None:
         super().__init__()
+        self.ops = place.ops
         self.self_attn = self_attn
         self.mlp = mlp
         self.input_layernorm = RMSNorm(hf.hidden_size, hf.rms_norm_eps, place=place)
@@ -41,11 +44,48 @@ class PreNormLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, metadata: ForwardMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its input is x + residual [tokens, hidden], or x alone; its output the sum of both results, not yet added."""
+        """Its input is x + residual [tokens, hidden], or x alone; its output the sum of both results, not yet added.
+
+        A given residual and its x may be overwritten.
+        """
+        weights = self.dense_weights
+        if weights is not None and residual is not None:
+            attention = self.self_attn
+            cos, sin = attention.rotary(positions, metadata)
+            self.ops.dense_layer(x, residual, weights, cos, sin, attention.k_cache, attention.v_cache, metadata)
+            return x, residual
         normed, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm.add(x, residual)
         attended = self.self_attn(normed, positions, metadata)
         normed, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(normed), residual
+
+    @cached_property
+    def dense_weights(self) -> LayerWeights | None:
+        """What `ops.dense_layer` takes, if this layer is of that kind; asked for after loading."""
+        attention, mlp = self.self_attn, self.mlp
+        if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
+            return None
+        shape = attention.shape
+        if shape.qk_norm_eps is not None or shape.has_sinks or mlp.activate is not None:
+            return None
+        return LayerWeights(
+            input_norm=self.input_layernorm.weight,
+            qkv=attention.qkv_proj.weight,
+            qkv_bias=attention.qkv_proj.bias,
+            o=attention.o_proj.weight,
+            o_bias=attention.o_proj.bias,
+            mlp_norm=self.post_attention_layernorm.weight,
+            gate_up=mlp.gate_up_proj.weight,
+            down=mlp.down_proj.weight,
+            eps=self.input_layernorm.eps,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            inner_size=mlp.gate_up_proj.out_sizes[0],
+            scale=shape.scale,
+            attn_type=attention.attn_type,
+            sliding_window=shape.sliding_window,
+        )
 
 
 class PreNormDecoder(Decoder):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
@@ -32,6 +32,34 @@ class ExpertWeights:
     down: list[torch.Tensor]
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """A layer of norm, grouped-query attention, norm and gated MLP; matrices from `Ops.pack_linear`.
+
+    Before packing, `qkv` is [(heads + 2 * kv_heads) * head_dim, hidden], `o` [hidden, heads * head_dim], `gate_up`
+    [2 * inner_size, hidden] with all gates first, `down` [hidden, inner_size]; norms are [hidden]. `prepared` is where
+    a device keeps what it derives from these once.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    inner_size: int
+    scale: float
+    attn_type: str
+    sliding_window: int | None
+    prepared: dict[str, object] = field(default_factory=dict)
 
 
 class Ops(Protocol):
@@ -110,6 +138,18 @@ class Ops(Protocol):
         sliding_window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def dense_layer(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weights: LayerWeights,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: ForwardMetadata,
+    ) -> None: ...
 
     def latent_attention(
         self,

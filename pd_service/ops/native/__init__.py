@@ -15,6 +15,7 @@ from pd_service.ops.native.attention import side_by_side as side_by_side
 from pd_service.ops.native.attention import write_kv as write_kv
 from pd_service.ops.native.build import KINDS, LANES
 from pd_service.ops.native.build import kernels as kernels
+from pd_service.ops.native.dense_layer import dense_layer as dense_layer
 
 _PANEL = 32  # of panels.h
 

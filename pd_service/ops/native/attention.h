@@ -1,5 +1,6 @@
 /* What attention is asked for: a step's requests and one layer's caches. */
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
 struct attention {

@@ -14,11 +14,11 @@ from pd_service.ops.metadata import ForwardMetadata
 from pd_service.ops.native import build
 from pd_service.ops.native.build import KINDS, LANES
 
-_MAX_DIM = 512  # of a head: bounds what a thread works in
-_NO_WINDOW = 2**31 - 1
+MAX_DIM = 512  # of a head: bounds what a thread works in
+NO_WINDOW = 2**31 - 1
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     """`struct attention` of attention.h, field by field."""
 
     _fields_ = (
@@ -30,7 +30,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-class _NewTokens(ctypes.Structure):
+class NewTokens(ctypes.Structure):
     """`struct new_tokens` of attention.h, field by field."""
 
     _fields_ = (
@@ -82,7 +82,7 @@ def paged_attention(
         return None
     query = side_by_side(query)
     out = query.new_empty(query.shape)
-    call = _step(metadata, attn_type)
+    call = attention_of_step(metadata, attn_type)
     call.query, call.out, call.query_stride = query.data_ptr(), out.data_ptr(), query.stride(0)
     sinks = _of_layer(call, query, k_cache, v_cache, scale, sliding_window, sinks)
     if not library.pd_attention(KINDS[query.dtype], ctypes.byref(call), torch.get_num_threads()):
@@ -113,7 +113,7 @@ def rotate_write_attend(
         return None
     query, key, value, slots = side_by_side(query), side_by_side(key), side_by_side(value), slots.contiguous()
     out = query.new_empty(query.shape)  # holds the rotated queries first
-    new = _NewTokens(
+    new = NewTokens(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
@@ -125,7 +125,7 @@ def rotate_write_attend(
         key.stride(0),
         value.stride(0),
     )
-    call = _step(metadata, attn_type)
+    call = attention_of_step(metadata, attn_type)
     call.query = call.out = out.data_ptr()
     call.query_stride = out.stride(0)
     sinks = _of_layer(call, query, k_cache, v_cache, scale, sliding_window, sinks)
@@ -138,13 +138,13 @@ def rotate_write_attend(
 def _is_attended(query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Whether the kernels attend to such caches."""
     dim, dtype = query.shape[2], query.dtype
-    if dim % LANES or dim > _MAX_DIM or dtype not in KINDS or dtype != k_cache.dtype:
+    if dim % LANES or dim > MAX_DIM or dtype not in KINDS or dtype != k_cache.dtype:
         return False
     return k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
 
 
 def _of_layer(
-    call: _Attention,
+    call: Attention,
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -155,14 +155,14 @@ def _of_layer(
     """Fills in what is one layer's own. Returns the sinks as they are read: they must live as long as the call."""
     call.k_cache, call.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
     _, call.heads, call.dim = query.shape
-    call.kv_heads, call.scale, call.window = k_cache.shape[2], scale, sliding_window or _NO_WINDOW
+    call.kv_heads, call.scale, call.window = k_cache.shape[2], scale, sliding_window or NO_WINDOW
     if sinks is not None:
         sinks = sinks.float().contiguous()
     call.sinks = None if sinks is None else sinks.data_ptr()
     return sinks
 
 
-def _step(metadata: ForwardMetadata, attn_type: str) -> _Attention:
+def attention_of_step(metadata: ForwardMetadata, attn_type: str) -> Attention:
     """The arguments that all layers of a step share, made by the first that asks; the tensors behind them live on."""
     memo = ("native.attention", attn_type)
     if memo not in metadata.scratch:
@@ -170,7 +170,7 @@ def _step(metadata: ForwardMetadata, attn_type: str) -> _Attention:
         kv_lens = torch.tensor(metadata.kv_lens, dtype=torch.int32)
         starts = (query_lens.cumsum(0) - query_lens).int()
         table = metadata.block_table[attn_type].int().contiguous()
-        call = _Attention(
+        call = Attention(
             starts=starts.data_ptr(),
             query_lens=query_lens.data_ptr(),
             kv_lens=kv_lens.data_ptr(),
@@ -180,7 +180,7 @@ def _step(metadata: ForwardMetadata, attn_type: str) -> _Attention:
             block_size=metadata.block_size,
         )
         metadata.scratch[memo] = call, (query_lens, kv_lens, starts, table)
-    return cast(tuple[_Attention, object], metadata.scratch[memo])[0]
+    return cast(tuple[Attention, object], metadata.scratch[memo])[0]
 
 
 def side_by_side(x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ _ARGUMENTS = {
     "pd_write_kv": (_POINTER, _COUNT, _POINTER, _COUNT, *(_POINTER,) * 3, *(_COUNT,) * 3, _INT),
     "pd_attention": (_INT, _POINTER, _INT),
     "pd_rotate_write_attend": (_INT, _POINTER, _POINTER, _INT),
+    "pd_dense_layer": (_INT, *(_POINTER,) * 6, _INT),
     "pd_use_large_pages": (_POINTER, _COUNT),
     "pd_has_bfloat16": (),
 }

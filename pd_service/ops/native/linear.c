@@ -2,6 +2,7 @@
 #include <stddef.h>
 #include <sys/mman.h>
 
+#include "kernels.h"
 #include "panels.h"
 
 /* out [rows, width] = x [rows, depth] times weights, plus bias. width: a multiple of 32; depth: even for bfloat16. */

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention.h"
+#include "kernels.h"
 #include "vectors.h"
 
 INLINE void norm_row(int kind, const void *x, int64_t from, int weight_kind, const void *weight, void *out, int64_t to,
@@ -33,7 +33,10 @@ void pd_rms_norm(int kind, const void *x, int64_t outer_stride, int64_t inner_st
         }
 }
 
-/* sum = x + residual, normed = sum / rms(sum) * weight, all [rows, dim] and contiguous; the norm is of the rounded sum. */
+/*
+ * sum = x + residual, normed = sum / rms(sum) * weight, all [rows, dim] and contiguous; the norm is of the rounded sum.
+ * `sum` may be the memory of x or residual.
+ */
 void pd_add_rms_norm(int kind, const void *x, const void *residual, int weight_kind, const void *weight, void *normed,
                      void *sum, int64_t rows, int64_t dim, double eps, int threads)
 {
