@@ -4,14 +4,15 @@
           null     └───────── usable blocks ─────────┘
                      each is either free or owned by exactly one request
 
-Blocks are handed out first in, first out. Block 0, the null block, is taken at construction: it is a legal index for
-operators, and is never handed out, freed or counted.
+Blocks that are taken together lie together where they can, see `free_map.py`. Block 0, the null block, is no part of
+what is free: it is a legal index for operators, and is never handed out, freed or counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
+
+from kv_cache.free_map import FreeMap
 
 
 class CacheInvariantError(AssertionError):
@@ -39,9 +40,8 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: slots are 32-bit, at most {2**31} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free_block_queue = deque(range(num_blocks))
-        self._null_block = self._free_block_queue.popleft()
-        self._free_block_set = set(self._free_block_queue)
+        self._null_block = 0
+        self._free_map = FreeMap(num_blocks)
 
     @property
     def null_block(self) -> int:
@@ -54,28 +54,27 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free_block_queue)
+        return self._free_map.num_free
 
     def get_num_free_blocks(self) -> int:
         return self.num_free_blocks
 
     def get_new_blocks(self, n: int) -> list[int]:
-        """The `n` blocks that have been free for longest. Raises ValueError, and takes none, when fewer are free."""
-        if not 0 <= n <= self.num_free_blocks:
-            raise ValueError(f"cannot hand out {n} blocks, {self.num_free_blocks} are free: ask before taking")
-        blocks = [self._free_block_queue.popleft() for _ in range(n)]
-        self._free_block_set.difference_update(blocks)
-        return blocks
+        """`n` free blocks, in ascending runs. Raises ValueError, and takes none, when fewer are free."""
+        self._check_available(n)
+        return self._free_map.take(n)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """Takes `blocks` back, in their order; null blocks among them are skipped.
+        """Takes `blocks` back; null blocks among them are skipped.
 
         Raises ValueError, and frees none, for an id this pool does not have, one that is free already, and one that
         stands in the list twice.
         """
-        real = self._to_free(blocks)
-        self._free_block_queue.extend(real)
-        self._free_block_set.update(real)
+        self._free_map.put_back(self._to_free(blocks))
+
+    def _check_available(self, n: int) -> None:
+        if not 0 <= n <= self.num_free_blocks:
+            raise ValueError(f"cannot hand out {n} blocks, {self.num_free_blocks} are free: ask before taking")
 
     def _to_free(self, blocks: Sequence[int]) -> list[int]:
         """The real ones of `blocks`, once it is sure that all of them can be freed."""
@@ -83,7 +82,7 @@ class BlockPool:
         unknown = [block for block in real if not 0 < block < self.num_blocks]
         if unknown:
             raise ValueError(f"cannot free blocks {unknown}: ids of this pool are 1 to {self.num_usable_blocks}")
-        if len(set(real)) != len(real) or not self._free_block_set.isdisjoint(real):
+        if len(set(real)) != len(real) or self._free_map.has_any(real):
             raise ValueError(f"double free in {real}: a block is named twice or is free already")
         return real
 
@@ -92,9 +91,8 @@ class BlockPool:
 
         Raises CacheInvariantError otherwise.
         """
-        free = list(self._free_block_queue)
-        require(len(free) == len(self._free_block_set), f"free queue and free set differ: {free}")
-        require(set(free) == self._free_block_set, f"free queue and free set differ: {free}")
+        free = list(self._free_map)
+        require(self._free_map.is_sound(), f"{self._free_map.num_free} blocks are counted as free, found: {free}")
         everything = sorted([*free, *owned])
         require(
             everything == list(range(1, self.num_blocks)),

@@ -8,7 +8,8 @@ A node is found by a hash and confirmed by comparing its tokens and its parent, 
 no harm. It lives as long as a block holds it, a later node follows it, or a running request stands on it.
 
 A registered block of `CachingBlockPool` is used by one or several tables, or it waits, unused but findable, until it is
-taken for new content: unregistered blocks first, then the least recently used one.
+evicted, the least recently used one first. Blocks that lie apart grow together only while they are free at once, so up
+to an eighth of the pool is evicted before it is needed, when else a request's blocks would be scattered.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kv_cache.block_pool import BlockPool, require
+
+# Evicted for the sake of long runs: while no more than this part of the pool is without content, at most so many blocks
+# for each one asked for, which bounds the time of a call, so many between two looks.
+MAX_SPARE_SHARE, MAX_SPARE_EVICTIONS, EVICTIONS_AT_ONCE = 8, 4, 16
 
 
 def blake2b_128(content: bytes) -> bytes:
@@ -31,7 +36,7 @@ def blake2b_128(content: bytes) -> bytes:
 class ContentNode:
     """The content of one full block after that of `parent`; the root of a salt has no tokens. Equal means identical."""
 
-    parent: ContentNode | None
+    parent: ContentNode | None = field(repr=False)  # a chain is as long as its prompt
     key: bytes
     token_ids: tuple[int, ...]
     salt: str
@@ -173,7 +178,7 @@ class CachingBlockPool(BlockPool):
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be had: those without content, and those whose content nobody uses."""
-        return len(self._free_block_queue) + len(self._unused)
+        return self._free_map.num_free + len(self._unused)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -202,10 +207,11 @@ class CachingBlockPool(BlockPool):
             self._num_users[block] = 1
 
     def get_new_blocks(self, n: int) -> list[int]:
-        if not 0 <= n <= self.num_free_blocks:
-            raise ValueError(f"cannot hand out {n} blocks, {self.num_free_blocks} are free: ask before taking")
-        num_plain = min(n, len(self._free_block_queue))
-        return super().get_new_blocks(num_plain) + [self._evict() for _ in range(n - num_plain)]
+        """As in `BlockPool`. Evicts content where too few blocks are without, or no run of them is long enough."""
+        self._check_available(n)
+        if self._unused and not self._free_map.has_run(n):
+            self._evict_for(n)
+        return super().get_new_blocks(n)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """One table less uses `blocks`; null blocks among them are skipped. Refuses what `BlockPool` refuses."""
@@ -233,6 +239,19 @@ class CachingBlockPool(BlockPool):
         require(self._num_users.keys() == self._node_of.keys(), "users and contents differ")
         owned_once = [b for block, num in num_owners.items() for b in [block] * (1 if block in users else num)]
         super().check([*owned_once, *self._unused])
+
+    def _evict_for(self, n: int) -> None:
+        """What is lacking, and then, within the limits, until `n` blocks without content lie in one run."""
+        self._evict_blocks(max(0, n - self._free_map.num_free))
+        num_spare = self.num_usable_blocks // MAX_SPARE_SHARE - self._free_map.num_free
+        num_left = min(num_spare, MAX_SPARE_EVICTIONS * n, len(self._unused))
+        while num_left > 0 and not self._free_map.has_run(n):
+            num = min(num_left, EVICTIONS_AT_ONCE)
+            self._evict_blocks(num)
+            num_left -= num
+
+    def _evict_blocks(self, num: int) -> None:
+        self._free_map.put_back([self._evict() for _ in range(num)])
 
     def _evict(self) -> int:
         block, _ = self._unused.popitem(last=False)

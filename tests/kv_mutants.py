@@ -10,7 +10,7 @@ import sys
 from tests.planted_faults import Mutant, Planting, run
 
 MANAGER, SINGLE, POOL = "kv_cache_manager.py", "single_type_kv_cache_manager.py", "block_pool.py"
-PREFIX, UTILS = "prefix_cache.py", "cache_utils.py"
+MAP, PREFIX, UTILS = "free_map.py", "prefix_cache.py", "cache_utils.py"
 WINDOW = "max(0, num_computed_tokens - self.sliding_window + 1)"
 MUTANTS = (
     Mutant("reference count not raised", PREFIX, "self._num_users[block] += 1", "pass"),
@@ -26,9 +26,35 @@ MUTANTS = (
     Mutant("null block freed", POOL, "if block != self._null_block]", "if block != -1]"),
     Mutant(
         "null block handed out",
-        POOL,
-        "self._free_block_queue.popleft()\n        self._free_block_set",
-        "0\n        self._free_block_set",
+        MAP,
+        "self._is_free[0] = 0",
+        "self.num_free = num_ids",
+    ),
+    Mutant("a taken run stays free", MAP, "self._is_free[start:end] = bytes(end - start)", "pass"),
+    Mutant("a taken block stays free", MAP, "self._is_free[start] = 0", "pass"),
+    Mutant(
+        "a run is cut short", MAP, "is_free.find(0, start + length, start + n)", "is_free.find(0, start, start + 1)"
+    ),
+    Mutant("low blocks are forgotten", MAP, "self._lowest = min(self._lowest, *ids)", "self._lowest = self._lowest"),
+    Mutant("only whole runs are given", MAP, "length = min(length, n)", "length = length"),
+    Mutant("double free", POOL, " or self._free_map.has_any(real)", ""),
+    Mutant(
+        "evicted without need",
+        PREFIX,
+        "not self._free_map.has_run(n):\n            self._evict_for",
+        "n:\n            self._evict_for",
+    ),
+    Mutant(
+        "no limit to spare evictions",
+        PREFIX,
+        "MAX_SPARE_SHARE, MAX_SPARE_EVICTIONS, EVICTIONS_AT_ONCE = 8",
+        "MAX_SPARE_SHARE, MAX_SPARE_EVICTIONS, EVICTIONS_AT_ONCE = 1",
+    ),
+    Mutant(
+        "no eviction for a run",
+        PREFIX,
+        "MAX_SPARE_SHARE, MAX_SPARE_EVICTIONS, EVICTIONS_AT_ONCE = 8, 4",
+        "MAX_SPARE_SHARE, MAX_SPARE_EVICTIONS, EVICTIONS_AT_ONCE = 8, 0",
     ),
     Mutant("check and allocation disagree", MANAGER, "num_new + num_unused)", "num_new)"),
     Mutant("check too strict by one", MANAGER, "need.num_from_free > manager", "need.num_from_free >= manager"),

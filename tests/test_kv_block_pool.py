@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from kv_cache.block_pool import BlockPool, CacheInvariantError
 
 
-def state(pool: BlockPool) -> tuple[list[int], set[int]]:
-    return list(pool._free_block_queue), set(pool._free_block_set)
+def state(pool: BlockPool) -> list[int]:
+    return list(pool._free_map)
 
 
 def test_draining_returns_every_usable_block_once_and_never_null() -> None:
@@ -19,12 +19,76 @@ def test_draining_returns_every_usable_block_once_and_never_null() -> None:
     assert pool.num_free_blocks == pool.get_num_free_blocks() == 0
 
 
-def test_blocks_are_reused_in_the_order_they_were_freed() -> None:
-    pool = BlockPool(6, 4)
-    first = pool.get_new_blocks(5)
-    pool.free_blocks([first[3], first[0]])
-    pool.free_blocks([first[4]])
-    assert pool.get_new_blocks(3) == [first[3], first[0], first[4]]
+def test_the_first_run_that_has_room_is_taken_and_single_blocks_fill_the_lowest_hole() -> None:
+    pool = BlockPool(12, 4)
+    pool.get_new_blocks(11)
+    pool.free_blocks([2, 4, 8, 5, 6, 9])
+    assert pool.get_new_blocks(2) == [4, 5]
+    assert pool.get_new_blocks(1) == [2]
+    assert pool.get_new_blocks(3) == [8, 9, 6]
+
+
+def test_freed_neighbours_are_one_run_whoever_had_them() -> None:
+    pool = BlockPool(9, 4)
+    first, second = pool.get_new_blocks(4), pool.get_new_blocks(4)
+    pool.free_blocks([second[0], second[1]])
+    pool.free_blocks([first[3], first[2]])
+    assert pool.get_new_blocks(4) == [first[2], first[3], second[0], second[1]]
+
+
+def num_runs(blocks: list[int]) -> int:
+    return sum(i == 0 or block != blocks[i - 1] + 1 for i, block in enumerate(blocks))
+
+
+@given(st.sets(st.integers(1, 39)), st.data())
+def test_what_one_run_can_hold_is_one_run_and_the_rest_takes_few(free: set[int], data: st.DataObject) -> None:
+    """No choice takes fewer pieces than the longest runs; looking for halves takes twice as many at most, and one."""
+    pool = BlockPool(40, 4)
+    pool.get_new_blocks(39)
+    pool.free_blocks(sorted(free))
+    n = data.draw(st.integers(0, len(free)))
+    starts = [i for i in sorted(free) if i - 1 not in free]
+    lengths = sorted((next(j for j in range(40) if i + j not in free) for i in starts), reverse=True)
+    fewest = next(k for k in range(len(lengths) + 1) if sum(lengths[:k]) >= n)
+    taken = pool.get_new_blocks(n)
+    assert len(set(taken)) == n
+    assert free.issuperset(taken)
+    assert num_runs(taken) <= max(fewest, 2 * fewest + 1 if fewest > 1 else 0)
+
+
+class SimplePool:
+    """What any order of handing out must keep to."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free = set(range(1, num_blocks))
+
+    def can_free(self, blocks: list[int], num_blocks: int) -> bool:
+        real = [block for block in blocks if block]
+        known = all(0 < block < num_blocks for block in real)
+        return known and len(set(real)) == len(real) and self.free.isdisjoint(real)
+
+
+@given(st.lists(st.one_of(st.integers(-1, 12), st.lists(st.integers(-1, 12), max_size=6)), max_size=40))
+def test_every_sequence_of_calls_ends_like_that_of_a_simple_pool(calls: list[int | list[int]]) -> None:
+    """Equally many can be had, the same are free, the same calls are refused; a number takes, a list frees."""
+    pool, simple = BlockPool(12, 2), SimplePool(12)
+    for call in calls:
+        before = state(pool)
+        fits = 0 <= call <= len(simple.free) if isinstance(call, int) else simple.can_free(call, 12)
+        if not fits:
+            with pytest.raises(ValueError, match="free"):
+                pool.get_new_blocks(call) if isinstance(call, int) else pool.free_blocks(call)
+            assert state(pool) == before
+        elif isinstance(call, int):
+            taken = pool.get_new_blocks(call)
+            assert len(set(taken)) == call
+            assert simple.free.issuperset(taken)
+            simple.free.difference_update(taken)
+        else:
+            pool.free_blocks(call)
+            simple.free.update(block for block in call if block)
+        assert state(pool) == sorted(simple.free)
+        pool.check(set(range(1, 12)) - simple.free)
 
 
 @pytest.mark.parametrize("n", [-1, 4])

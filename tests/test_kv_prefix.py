@@ -254,3 +254,54 @@ def test_what_others_may_share_is_never_written_again() -> None:
     with pytest.raises(ValueError, match="are shared"):
         kv.allocate_slots("c", 15, 1)
     kv.check()
+
+
+def cached_pool(num_usable: int, *, num_first: int = 2) -> tuple[CachingBlockPool, list[list[int]]]:
+    """A pool full of unused content, and its blocks by the prompts that filled it, the least recently used first.
+
+    Prompts take turns, `num_first` blocks at a time, so that their blocks lie between each other.
+    """
+    cache = PrefixCache("model")
+    pool = CachingBlockPool(num_usable + 1, 1, cache)
+    owned: list[list[int]] = [[], []]
+    for turn in range(num_usable // num_first):
+        owned[turn % 2] += pool.get_new_blocks(num_first)
+    for prompt, blocks in enumerate(owned):
+        cache.begin(str(prompt), PrefixHit(salt=str(prompt), nodes=(), num_tokens=0))
+        for index, node in cache.extend(str(prompt), [prompt] * len(blocks), len(blocks), 1):
+            pool.register(blocks[index], node)
+        cache.end(str(prompt))
+        pool.free_blocks(blocks[::-1])
+    return pool, owned
+
+
+def test_spare_content_is_evicted_for_a_long_run_up_to_an_eighth_of_the_pool() -> None:
+    pool, _ = cached_pool(64)
+    taken = pool.get_new_blocks(4)  # the oldest prompt's blocks lie in pairs: no run of four among them
+    assert pool.num_evicted == 64 // 8
+    assert pool.num_free_blocks == 64 - len(taken)
+    pool.free_blocks(taken)
+    pool.check([])
+
+
+def test_no_content_is_evicted_while_a_run_without_is_long_enough() -> None:
+    pool, owned = cached_pool(64, num_first=32)
+    pool.free_blocks(pool.get_new_blocks(8))
+    assert pool.num_evicted == 8
+    assert pool.get_new_blocks(8) == owned[0][-8:]
+    assert pool.num_evicted == 8
+
+
+def test_a_refused_allocation_evicts_nothing() -> None:
+    pool, _ = cached_pool(16)
+    for n in (-1, 17):
+        with pytest.raises(ValueError, match="cannot hand out"):
+            pool.get_new_blocks(n)
+    assert (pool.num_evicted, pool.num_cached_blocks) == (0, 16)
+
+
+def test_a_small_pool_gives_up_no_more_content_than_it_must() -> None:
+    pool, owned = cached_pool(7, num_first=1)
+    assert pool.num_cached_blocks == 7
+    assert sorted(pool.get_new_blocks(3)) == sorted(owned[0][:0:-1][:3])
+    assert pool.num_evicted == 3
