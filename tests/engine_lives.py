@@ -383,6 +383,8 @@ class Lives:
         for state in states:
             assert state.status is Status.RUNNING, "a step with a request that has no blocks"
             self._check_bounds(state)
+        for state in self.scheduler._requests.values():
+            assert state.preemptions <= self.shape.max_preemptions
         running = [s for s in self.scheduler._requests.values() if s.status is Status.RUNNING]
         left_out = [state for state in running if state not in states]
         for state in left_out:

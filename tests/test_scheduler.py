@@ -252,6 +252,8 @@ def test_who_is_preempted_keeps_its_place_in_the_queue() -> None:
     while not driver.scheduler.counters.preemptions:
         driver.step()
     assert [state.request_id for state in driver.scheduler._waiting] == ["b", "c"]
+    num_known = sum(7 + len(driver.tokens.get(name, [])) for name in "bc")
+    assert driver.scheduler.load().queued_tokens == num_known + 1  # all of those who wait, and one of "a"
     driver.run()
     assert list(driver.finish) == ["a", "b", "c"]
 

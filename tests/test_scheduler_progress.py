@@ -95,3 +95,23 @@ def test_growth_is_promised_to_a_request_whose_kv_is_still_on_its_way() -> None:
     for request in (pulled, other):
         assert driver.tokens[request.request_id] == continuation(request.token_ids, request.max_new_tokens)
     assert driver.is_empty
+
+
+@pytest.mark.parametrize(("num_blocks", "num_new", "num_tokens"), [(10, 16, 4), (11, 16, 7)])
+def test_who_was_preempted_as_often_as_allowed_is_spared_when_others_grow(
+    num_blocks: int, num_new: int, num_tokens: int
+) -> None:
+    """The last is preempted once by the two before it; when one of them has ended, the other grows on beside it."""
+    driver = Driver(num_blocks=num_blocks, block_size=4, budget=8, max_preemptions=1)
+    requests = [
+        new_request("long", 4, max_new_tokens=32),
+        new_request("short", 4, max_new_tokens=12),
+        new_request("last", num_tokens, max_new_tokens=num_new),
+    ]
+    for request in requests:
+        driver.add(request)
+    last = driver.scheduler._requests[requests[-1].request_id]
+    driver.run()
+    assert last.preemptions == 1
+    assert driver.tokens == {r.request_id: continuation(r.token_ids, r.max_new_tokens) for r in requests}
+    assert driver.is_empty
