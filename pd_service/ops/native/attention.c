@@ -217,10 +217,14 @@ static int64_t make_plans(const struct attention *a, int64_t tokens, int64_t pad
 static int run(int kind, const struct attention *a, int threads)
 {
     int64_t share = a->heads / a->kv_heads, tokens = at_least(1, QUERIES / share);
-    int64_t rows = at_least(FEW * a->kv_heads, tokens * share), padded = (a->dim + GROUP - 1) / GROUP * GROUP;
-    int64_t own = rows * (a->dim + GROUP) + GROUP * (a->dim + padded) + 2 * floats_of_part(rows, padded) + 4 * LANES;
+    int64_t padded = (a->dim + GROUP - 1) / GROUP * GROUP;
     struct plan *plans = malloc((size_t)a->requests * sizeof *plans);
     int64_t kept = plans ? make_plans(a, tokens, padded, threads, plans) : 0;
+    int has_prompts = 0; /* decodes alone lay nothing out and work in a fraction of the memory */
+    for (int64_t i = 0; plans && i < a->requests; i++)
+        has_prompts |= plans[i].groups == 0;
+    int64_t rows = at_least(FEW * a->kv_heads, has_prompts ? tokens * share : 0), laid_out = has_prompts ? GROUP : 0;
+    int64_t own = rows * (a->dim + GROUP) + laid_out * (a->dim + padded) + 2 * floats_of_part(rows, padded) + 4 * LANES;
     float *memory = plans ? malloc((size_t)(own * threads + kept) * sizeof(float)) : NULL;
     if (!memory) {
         free(plans);
@@ -238,8 +242,8 @@ static int run(int kind, const struct attention *a, int threads)
         memset(mine, 0, (size_t)own * sizeof(float)); /* padding is read */
         struct scratch s = {.padded = padded};
         s.query = cut(&mine, rows * a->dim);
-        s.keys = cut(&mine, GROUP * a->dim);
-        s.values = cut(&mine, GROUP * padded);
+        s.keys = cut(&mine, laid_out * a->dim);
+        s.values = cut(&mine, laid_out * padded);
         s.scores = cut(&mine, rows * GROUP);
         s.state = cut_part(&mine, rows, padded);
         s.part = cut_part(&mine, rows, padded);
