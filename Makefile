@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.serve
+	$(BIN)/python -m benchmarks.engine
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
