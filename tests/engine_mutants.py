@@ -167,7 +167,6 @@ MUTANTS = (
     ),
     Mutant("everybody waits", SCHEDULER, "while not batch and len(self._running) > 1:", "while False:"),
     Mutant("preempted but still computed", SCHEDULER, "state.num_computed = 0\n", "pass\n"),
-    Mutant("guesses outlive a preemption", SCHEDULER, "state.draft_ids = ()", "pass"),
     Mutant("borrowed blocks outlive a preemption", SCHEDULER, "state.num_borrowed = {}", "pass"),
     Mutant("log probabilities outlive a preemption", SCHEDULER, "state.prompt_logprobs.clear()", "pass"),
     Mutant("preemptions are not counted", SCHEDULER, "state.preemptions += 1", "pass"),

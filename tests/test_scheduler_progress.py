@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from pd_service.request import RequestId
 from tests.scheduling import Driver, continuation, new_request
 
 
@@ -114,4 +115,19 @@ def test_who_was_preempted_as_often_as_allowed_is_spared_when_others_grow(
     driver.run()
     assert last.preemptions == 1
     assert driver.tokens == {r.request_id: continuation(r.token_ids, r.max_new_tokens) for r in requests}
+    assert driver.is_empty
+
+
+def test_a_preempted_window_owes_nothing_for_what_it_shared() -> None:
+    driver = Driver(num_blocks=43, block_size=1, budget=4, attn_types=("SlidingWindow",), window=16, prefix_cache=True)
+    for name in "ab":
+        driver.add(new_request(name, 21, max_new_tokens=40, prompt="same"))
+        while name not in driver.tokens:
+            driver.step()
+    state = driver.scheduler._requests[RequestId("b")]
+    assert state.num_borrowed == {"SlidingWindow": 15}
+    driver.scheduler._preempt(state)
+    driver.step()
+    assert driver.scheduler.load().waiting == 0
+    driver.run()
     assert driver.is_empty

@@ -327,7 +327,6 @@ class Scheduler:
         self._running.remove(state)
         self._free_blocks(state)
         state.num_computed = 0
-        state.draft_ids = ()
         state.num_borrowed = {}
         state.prompt_logprobs.clear()
         state.status = Status.WAITING
