@@ -36,14 +36,7 @@ MUTANTS = (
         "a run is cut short", MAP, "is_free.find(0, start + length, start + n)", "is_free.find(0, start, start + 1)"
     ),
     Mutant("low blocks are forgotten", MAP, "self._lowest = min(self._lowest, *ids)", "self._lowest = self._lowest"),
-    Mutant("only whole runs are given", MAP, "length = min(length, n)", "length = length"),
     Mutant("double free", POOL, " or self._free_map.has_any(real)", ""),
-    Mutant(
-        "evicted without need",
-        PREFIX,
-        "not self._free_map.has_run(n):\n            self._evict_for",
-        "n:\n            self._evict_for",
-    ),
     Mutant(
         "no limit to spare evictions",
         PREFIX,
