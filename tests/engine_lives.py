@@ -253,6 +253,9 @@ class Lives:
         else:
             self.num_computed += sum(s.num_positions for s in batch if not s.state.is_cancelled)
             self.scheduler.process_output(batch, results, 0.0)
+            for scheduled, result in zip(batch, results, strict=True):
+                if result.tokens and scheduled.state.status is Status.RUNNING and not scheduled.state.is_cancelled:
+                    assert scheduled.state.num_pending <= 1, "KV that is right is computed again"
         self._collect()
 
     def _handle(self, message: Message) -> None:
