@@ -98,6 +98,16 @@ def test_impossible_requests_are_refused_by_name(request_: object, field: str, s
     assert driver.is_empty
 
 
+def test_a_request_that_fills_the_cache_to_its_last_slot_is_served() -> None:
+    """The last token it generates needs no slot."""
+    driver = Driver(num_blocks=4, block_size=4)
+    request = new_request("a", 9, max_new_tokens=8)
+    driver.add(request)
+    driver.run()
+    assert driver.tokens["a"] == continuation(request.token_ids, 8)
+    assert driver.is_empty
+
+
 def test_a_second_live_request_with_one_id_leaves_the_first_untouched() -> None:
     driver = Driver()
     request = new_request("a", 5, max_new_tokens=6)
