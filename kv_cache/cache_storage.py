@@ -34,7 +34,9 @@ def align_up(num_bytes: int) -> int:
 
 
 class CacheStorage:
-    """Hands out the aligned pieces of `region`, a uint8 tensor, each once. Pieces come zeroed.
+    """Hands out the aligned pieces of `region`, a uint8 tensor, each once: all but the `ALIGNMENT` bytes for its slack.
+
+    Pieces come zeroed.
 
     `poison` fills with 0xFF instead: NaN in every floating type, so that a test sees a read of what nobody wrote.
     """
@@ -44,16 +46,17 @@ class CacheStorage:
             region.fill_(0xFF)
         self._region = region
         self._next_offset = -region.data_ptr() % ALIGNMENT
+        self._end = self._next_offset + region.numel() - ALIGNMENT  # wherever the region happens to begin
         self._committing = _Commit(region) if region.device.type == "cpu" else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor [num_bytes] that starts at a multiple of `ALIGNMENT`.
 
-        Raises ValueError when the region has less left than `num_bytes` rounded up to `ALIGNMENT`.
+        Raises ValueError when the storage has less left than `num_bytes` rounded up to `ALIGNMENT`.
         """
         start, end = self._next_offset, self._next_offset + align_up(num_bytes)
-        if num_bytes < 1 or end > self._region.numel():
-            num_left = max(0, self._region.numel() - start)
+        if num_bytes < 1 or end > self._end:
+            num_left = max(0, self._end - start)
             raise ValueError(f"cannot hand out {num_bytes} bytes of cache memory, {num_left} are left")
         self._next_offset = end
         return self._region[start : start + num_bytes]
@@ -98,7 +101,7 @@ class SharedStorage(CacheStorage):
             self.fd = -1
             if self._committing is not None:
                 self._committing.stop()
-            self._region = torch.empty(0, dtype=torch.uint8)
+            self._region, self._end = torch.empty(0, dtype=torch.uint8), 0
 
     def __enter__(self) -> Self:
         return self

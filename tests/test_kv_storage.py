@@ -140,3 +140,13 @@ def test_a_piece_outlives_its_storage_and_takes_the_mapping_with_it() -> None:
 
 def test_heap_memory_lies_on_the_named_device() -> None:
     assert HeapStorage(10, "meta").allocate(10).device == torch.device("meta")
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4096, ALIGNMENT - 1])
+def test_a_storage_has_what_was_asked_wherever_its_memory_begins(shift: int) -> None:
+    memory = torch.zeros(4 * ALIGNMENT, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALIGNMENT + shift
+    storage = CacheStorage(memory[start : start + 2 * ALIGNMENT], poison=False)  # one aligned piece and the slack
+    assert storage.allocate(ALIGNMENT).data_ptr() % ALIGNMENT == 0
+    with pytest.raises(ValueError, match="0 are left"):
+        storage.allocate(1)
