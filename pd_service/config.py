@@ -18,7 +18,7 @@ Role = Literal["prefill", "decode", "mixed"]
 PoolRole = Literal["prefill", "decode"]
 PlaneName = Literal["memory", "shm", "tcp"]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20  # on every gRPC client and server of ours; a prompt of 2 million tokens is under 8 MB
 
 

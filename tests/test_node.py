@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from pd_service.channels import EOF
-from pd_service.config import EngineConfig, EngineSettings, GatewaySettings, RetrySettings
+from pd_service.config import PROTOCOL_VERSION, EngineConfig, EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
 from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
 from pd_service.models.config import fingerprint
@@ -250,7 +250,7 @@ def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir:
             async with grpc.aio.insecure_channel(node.address) as channel:
                 stream = engine_pb2_grpc.EngineStub(channel).Session()
                 hello = engine_pb2.GatewayHello(
-                    version=1, incarnation=node.incarnation, model=fingerprint(tiny_model_dir)
+                    version=PROTOCOL_VERSION, incarnation=node.incarnation, model=fingerprint(tiny_model_dir)
                 )
                 await stream.write(engine_pb2.GatewayMessage(hello=hello))
                 assert (await stream.read()).hello.role == "prefill"
@@ -276,12 +276,12 @@ def test_another_incarnation_is_refused_on_both_services(tiny_model_dir: Path) -
             address = cluster.nodes["prefill/0"].address
             async with grpc.aio.insecure_channel(address) as channel:
                 session = engine_pb2_grpc.EngineStub(channel).Session()
-                hello = engine_pb2.GatewayHello(version=1, incarnation="another")
+                hello = engine_pb2.GatewayHello(version=PROTOCOL_VERSION, incarnation="another")
                 await session.write(engine_pb2.GatewayMessage(hello=hello))
                 with pytest.raises(grpc.aio.AioRpcError, match="another"):
                     await session.read()
                 reader = kv_transfer_pb2_grpc.KvTransferStub(channel).Channel()
-                greeting = kv_transfer_pb2.ReaderHello(version=1, holder_incarnation="another")
+                greeting = kv_transfer_pb2.ReaderHello(version=PROTOCOL_VERSION, holder_incarnation="another")
                 await reader.write(kv_transfer_pb2.ReaderMessage(hello=greeting))
                 assert "another" in (await reader.read()).refused.reasons[0]
 
