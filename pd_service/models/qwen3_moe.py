@@ -8,13 +8,13 @@ import torch
 from pydantic import AliasChoices, Field, NonNegativeInt, model_validator
 from torch import nn
 
-from pd_service.models.attention import AttentionShape
 from pd_service.models.config import Count
 from pd_service.models.layers import GatedMLP, Linear, Place
-from pd_service.models.llama import PreNormConfig, PreNormLM
+from pd_service.models.llama import PreNormConfig
 from pd_service.models.mistral import UniformWindowConfig
 from pd_service.models.moe import Experts
 from pd_service.models.qwen2 import QwenWindowConfig
+from pd_service.models.qwen3 import Qwen3ForCausalLM
 
 
 class Qwen3MoeConfig(PreNormConfig, UniformWindowConfig, QwenWindowConfig):
@@ -67,21 +67,11 @@ class SparseMLP(nn.Module):
         return self.experts(x, chosen, shares)
 
 
-class Qwen3MoeForCausalLM(PreNormLM):
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     config_class: ClassVar = Qwen3MoeConfig
     family_name: ClassVar = "Qwen3-MoE"
     examples: ClassVar = ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-30B-A3B")
     attention: ClassVar = "full, or sliding window"
-
-    @classmethod
-    def make_shape(cls, hf: Qwen3MoeConfig, layer: int) -> AttentionShape:
-        return AttentionShape.of(
-            hf,
-            qkv_bias=hf.attention_bias,
-            o_bias=hf.attention_bias,
-            qk_norm_eps=hf.rms_norm_eps,
-            sliding_window=hf.window_of(layer),
-        )
 
     @classmethod
     def make_mlp(cls, hf: Qwen3MoeConfig, layer: int, *, place: Place) -> nn.Module:
