@@ -62,6 +62,8 @@ class MarkedWorker:
         return [self._run_row(row) for row in rows]
 
     def _run_row(self, row: InputRow) -> StepResult:
+        if row.sampling is not None and row.sampling.needs_history:
+            assert row.history[row.first :] == row.token_ids, "a history that does not end with the row"
         known, drafts = row.token_ids[: row.num_known], row.token_ids[row.num_known :]
         choices = [self._cache.run(row.block_ids, known, row.first)]
         last = row.first + row.num_known - 1
@@ -329,9 +331,13 @@ class Lives:
         request = EngineRequest(
             request_id=RequestId(f"life-{len(self.lives)}"),
             token_ids=prompt,
-            num_prompt_tokens=len(prompt),
+            num_prompt_tokens=len(prompt) if is_judged else draw.randint(1, len(prompt)),
             max_new_tokens=count,
-            sampling=EngineSampling(stop_token_ids=stop, prompt_logprobs=0 if is_judged else None),
+            sampling=EngineSampling(
+                stop_token_ids=stop,
+                prompt_logprobs=0 if is_judged else None,
+                presence_penalty=draw.choice([0.0, 0.0, 1.0]),  # the model here makes nothing of it
+            ),
             prefill_only=is_prefill,
             ticket=ticket if is_ticket else None,
             priority=draw.choice([0, 0, -1, 1]),

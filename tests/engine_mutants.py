@@ -308,13 +308,7 @@ MUTANTS = (
     Mutant("guesses beyond what is missing", DRAFT, "row.num_missing - len(tokens) - 1", "row.num_missing"),
     Mutant("guesses verified in one line", BATCH, "if row.num_drafts:", "if False:"),
     Mutant("history without guesses", ENGINE, "[*known, *drafts] if", "[*known] if"),
-    Mutant(
-        "prompt judged one token short",
-        ENGINE,
-        "min(end + 1, request.num_prompt_tokens)",
-        "min(end, request.num_prompt_tokens)",
-    ),
-    Mutant("judged beyond the prompt", ENGINE, "min(end + 1, request.num_prompt_tokens)", "end + 1"),
+    Mutant("prompt judged one token short", ENGINE, "known[first + 1 : end + 1]", "known[first + 1 : end]"),
     Mutant("an unfinished prompt is sampled", ENGINE, "sampling=sampling if is_sampled else None", "sampling=sampling"),
     Mutant("the history knows what comes later", WORKER, "row.history[:position]", "row.history"),
     Mutant(
@@ -332,6 +326,7 @@ PLANTING = Planting(
         ["tests/test_scheduler_progress.py", "tests/test_engine_lives.py", "tests/test_scheduler.py"],
         ["tests/test_speculation.py", "tests/test_integer_model.py"],
         ["tests/test_models_deepseek_draft.py", "tests/test_prompt_identity.py"],
+        ["tests/test_split_equals_whole.py"],
     ],
 )
 

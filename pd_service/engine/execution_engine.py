@@ -115,7 +115,6 @@ class ExecutionEngine:
             and not (drafts or scheduled.max_next_drafts or sampling.needs_history)
         ):
             return InputRow([known[first]], first, block_ids, sampling=sampling)  # most rows of most steps
-        judged_end = min(end + 1, request.num_prompt_tokens) if state.wants_prompt_logprobs else 0
         return InputRow(
             token_ids=[*known[first:end], *drafts],
             first=first,
@@ -125,7 +124,7 @@ class ExecutionEngine:
             next_token_id=0 if is_sampled else known[end],
             history=[*known, *drafts] if is_sampled and sampling.needs_history else (),
             num_prompt_tokens=request.num_prompt_tokens,
-            judged_ids=known[first + 1 : judged_end],
+            judged_ids=known[first + 1 : end + 1] if state.wants_prompt_logprobs else (),
             num_top_judged=sampling.prompt_logprobs or 0,
             max_next_drafts=scheduled.max_next_drafts,
             num_missing=state.num_missing,
