@@ -275,7 +275,7 @@ class Scheduler:
         return batch
 
     def _schedule_decode(self, state: RequestState, num_spare: int) -> ScheduledRequest | None:
-        if self._speculation.is_on and (scheduled := self._with_drafts(state, 1, num_spare)):
+        if (scheduled := self._with_drafts(state, 1, num_spare)) is not None:
             return scheduled
         return ScheduledRequest(state, 1) if self._allocate_or_preempt(state, 1) else None
 
