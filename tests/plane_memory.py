@@ -57,6 +57,9 @@ class Region:
 class Open:
     """A guard that lets everybody read everything."""
 
+    def knows(self, token: bytes) -> bool:
+        return True
+
     def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
         return
 

@@ -41,6 +41,17 @@ def check(g: ReadGuard, *runs: tuple[int, int, int], token: bytes = b"alice", le
     g.check(token, lease, buffer_, offset, length)
 
 
+def test_a_token_is_known_from_registration_until_it_is_forgotten() -> None:
+    g = guard()
+    assert g.knows(b"alice")
+    assert g.knows(b"bob")
+    for stranger in (b"", b"alic", b"alice ", b"eve", bytes(range(256))):
+        assert not g.knows(stranger)
+    g.forget_reader(b"alice")
+    assert not g.knows(b"alice")
+    assert g.knows(b"bob")
+
+
 def test_a_lease_admits_to_every_byte_of_its_blocks() -> None:
     check(guard(), (0, 48, 32), (1, 112, 16), (0, 79, 1), (2, 40, 8), (2, 41, 0))
     check(guard())

@@ -115,6 +115,9 @@ def endpoint_field(endpoint: Mapping[str, object], name: str, kind: type[T]) -> 
 class Guard(Protocol):
     """Decides on the holder whether a read may be served. Called from plane threads."""
 
+    def knows(self, token: bytes) -> bool:
+        """Whether a reader with this token may connect at all."""
+
     def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
         """Raises ReadRefused unless `token` is known, the lease is open, and each run lies in its blocks."""
 
