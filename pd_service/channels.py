@@ -18,6 +18,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _LIMITS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 
+_SERVER = [
+    *_LIMITS,
+    # Clients may ping an idle connection, as often as our own channels do.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
+]
+
 
 def channel_options() -> list[tuple[str, int]]:
     """For channels inside the service: a silent peer is found within about two seconds."""
@@ -33,15 +41,16 @@ def channel_options() -> list[tuple[str, int]]:
 
 
 def server_options() -> list[tuple[str, int]]:
-    """Clients may ping an idle connection as often as our own channels do, and a silent client is found likewise."""
-    return [
-        *_LIMITS,
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.so_reuseport", 0),  # a taken port is an error, not a second listener
-    ]
+    """For servers inside the service: a silent peer is found as fast as `channel_options` find it.
+
+    Pings are answered by gRPC's own threads, so an engine that holds the interpreter for seconds is not silent.
+    """
+    return [*_SERVER, ("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_timeout_ms", 1000)]
+
+
+def door_options() -> list[tuple[str, int]]:
+    """For the door of clients: their networks may be slow, so a silent one is given 15 seconds."""
+    return [*_SERVER, ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import socket
 
 import grpc
 
-from pd_service.channels import server_options
+from pd_service.channels import door_options
 from pd_service.config import GatewaySettings
 from pd_service.errors import ConfigError
 
@@ -17,7 +17,7 @@ class Doors:
     def __init__(self, settings: GatewaySettings) -> None:
         self.http_socket = _bind(settings.http)
         self.http_address = "{}:{}".format(*self.http_socket.getsockname()[:2])
-        self.grpc_server = grpc.aio.server(options=server_options())
+        self.grpc_server = grpc.aio.server(options=door_options())
         host, _, _ = settings.grpc.rpartition(":")
         try:
             port = self.grpc_server.add_insecure_port(settings.grpc)

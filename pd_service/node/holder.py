@@ -21,12 +21,13 @@ import msgpack
 from pd_service.channels import Context, beside, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import Hold
-from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.node.handshake import reasons_against_reader
+from pd_service.node.layout_wire import layout_to_wire
 from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
 from transfer.guard import ReadGuard
-from transfer.layout import EngineLayout, compare
+from transfer.layout import EngineLayout
 from transfer.lease import ENDED, LeaseState, LeaseTable, Pull
 from transfer.planes.base import Buffers, Plane, PlaneServer, PlaneUnavailable
 
@@ -144,7 +145,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         hello = await anext(aiter(request_iterator), None)
         reasons = self._refusal(hello)
         if hello is None or reasons:
-            logger.warning("refused a reader: %s", "; ".join(reasons))
+            logger.warning("refused the reader at %s: %s", context.peer(), "; ".join(reasons))
             await context.write(pb.HolderMessage(refused=pb.Refused(reasons=reasons)))
             return
         channel = _Channel(reader=hello.hello.incarnation)
@@ -160,15 +161,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
     def _refusal(self, first: pb.ReaderMessage | None) -> list[str]:
         if first is None or not first.HasField("hello"):
             return ["the first message must be a hello"]
-        hello = first.hello
-        if hello.version != PROTOCOL_VERSION:
-            return [f"protocol version: reader {hello.version}, holder {PROTOCOL_VERSION}"]
-        if hello.holder_incarnation != self.incarnation:
-            return [f"incarnation: the ticket names {hello.holder_incarnation!r}, this is {self.incarnation!r}"]
-        try:
-            return compare(layout_from_wire(hello.layout), self._layout)
-        except ValueError as error:
-            return [f"the reader's layout is malformed: {error}"]
+        return reasons_against_reader(first.hello, self.incarnation, self._layout, self.plane_names)
 
     def _hello(self, channel: _Channel) -> pb.HolderHello:
         return pb.HolderHello(

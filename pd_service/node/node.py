@@ -187,16 +187,17 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
     def _refusal(self, first: pb.GatewayMessage | None) -> str | None:
         if first is None or not first.HasField("hello"):
             return "the first message must be a hello"
-        if first.hello.version != PROTOCOL_VERSION:
-            return f"protocol version: gateway {first.hello.version}, engine {PROTOCOL_VERSION}"
-        if first.hello.incarnation != self.incarnation:
-            return f"incarnation: the gateway expects {first.hello.incarnation!r}, this is {self.incarnation!r}"
-        if first.hello.model != self._layout.model:
-            return (
-                f"model: the gateway's files have the fingerprint {first.hello.model!r}, this engine's have "
+        hello, reasons = first.hello, []
+        if hello.version != PROTOCOL_VERSION:
+            reasons.append(f"protocol version: gateway {hello.version}, engine {PROTOCOL_VERSION}")
+        if hello.incarnation != self.incarnation:
+            reasons.append(f"incarnation: the gateway expects {hello.incarnation!r}, this is {self.incarnation!r}")
+        if hello.model != self._layout.model:
+            reasons.append(
+                f"model: the gateway's files have the fingerprint {hello.model!r}, this engine's have "
                 f"{self._layout.model!r}; they differ in configuration, weights, tokenizer or chat template"
             )
-        return None
+        return "; ".join(reasons) or None
 
     async def _read(self, session: _Session, messages: AsyncIterator[pb.GatewayMessage]) -> None:
         try:

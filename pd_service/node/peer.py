@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import NoReturn
 
 import grpc
 import msgpack
@@ -18,10 +19,11 @@ import msgpack
 from pd_service.channels import EOF, beside, channel_options, end, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.errors import TransferFailed
+from pd_service.node.handshake import reasons_against_holder
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
-from transfer.layout import EngineLayout, compare
+from transfer.layout import EngineLayout
 from transfer.plan import OneRankPlanner
 from transfer.planes.base import Buffers, Plane, PlaneReader, PlaneUnavailable
 
@@ -45,6 +47,7 @@ class Peer:
         self.plane_name = ""
         self.plane_reason = ""
         self.broken: str | None = None  # why the channel ended
+        self.refusal: str | None = None  # why the two cannot work together, if that is so; trying again is no help
         self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
         self._answers: dict[_Question, asyncio.Future[pb.HolderMessage]] = {}
         self._pull_ids = itertools.count(1)
@@ -62,6 +65,7 @@ class Peer:
             incarnation=incarnation,
             holder_incarnation=self.incarnation,
             layout=layout_to_wire(layout),
+            planes=[plane.name for plane in planes],
         )
         self._send(pb.ReaderMessage(hello=hello))
         try:
@@ -69,25 +73,26 @@ class Peer:
                 first = await self._stream.read()
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
-        if first is EOF or not first.HasField("hello"):
-            reasons = [] if first is EOF else list(first.refused.reasons)
-            raise TransferFailed(f"{self.address} refused the handshake: {'; '.join(reasons) or 'no reason given'}")
-        self._plan_from(first.hello, layout)
+        self._plan_from(first, layout)
         await self._choose_plane(first.hello, planes, buffers)
         self.reading = asyncio.create_task(self._read())
 
-    def _plan_from(self, hello: pb.HolderHello, layout: EngineLayout) -> None:
+    def _plan_from(self, first: pb.HolderMessage, layout: EngineLayout) -> None:
+        if first is EOF:
+            raise TransferFailed(f"{self.address} ended the handshake without a word")
+        if not first.HasField("hello"):
+            self._refuse("refuses this reader", list(first.refused.reasons) or ["it gives no reason"])
+        reasons = reasons_against_holder(first.hello, self.incarnation, layout)
+        if reasons:
+            self._refuse("does not fit this reader", reasons)
         try:
-            theirs = layout_from_wire(hello.layout)
+            self.planner = OneRankPlanner(layout_from_wire(first.hello.layout), layout)
         except ValueError as error:
-            raise TransferFailed(f"{self.address} describes its cache wrongly: {error}") from error
-        differences = compare(layout, theirs)
-        if differences:
-            raise TransferFailed(f"{self.address} has another cache layout: {'; '.join(differences)}")
-        try:
-            self.planner = OneRankPlanner(theirs, layout)
-        except ValueError as error:
-            raise TransferFailed(f"{self.address}: {error}") from error
+            self._refuse("cannot be read by this reader", [str(error)])
+
+    def _refuse(self, what: str, reasons: Sequence[str]) -> NoReturn:
+        self.refusal = f"{self.address} {what}: {'; '.join(reasons)}"
+        raise TransferFailed(self.refusal)
 
     async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
         offers = {offer.name: offer.endpoint for offer in hello.planes}
@@ -97,8 +102,7 @@ class Peer:
                 reasons.append(f"{plane.name}: not offered")
                 continue
             try:
-                endpoint = msgpack.unpackb(offers[plane.name])
-                self.plane = await asyncio.to_thread(plane.connect, endpoint, hello.access_token, buffers)
+                await asyncio.to_thread(self._join, plane, offers[plane.name], hello.access_token, buffers)
             except (PlaneUnavailable, ValueError) as reason:
                 reasons.append(f"{plane.name}: {reason}")
                 continue
@@ -106,7 +110,13 @@ class Peer:
             self.plane_reason = "; ".join(reasons) or "first choice"
             logger.info("data plane to %s: %s (%s)", self.address, self.plane_name, self.plane_reason)
             return
-        raise TransferFailed(f"no data plane reaches {self.address}: {'; '.join(reasons)}")
+        self._refuse("is reached by no data plane", reasons)
+
+    def _join(self, plane: Plane, endpoint: bytes, token: bytes, buffers: Buffers) -> None:
+        """In a thread, which a cancelled handshake does not wait for: either side closes what the other may miss."""
+        self.plane = plane.connect(msgpack.unpackb(endpoint), token, buffers)
+        if self.broken is not None:
+            self.plane.close()
 
     def _send(self, message: pb.ReaderMessage) -> None:
         self._outbox.put_nowait(message)

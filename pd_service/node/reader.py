@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pd_service.channels import end
 from pd_service.engine.messages import PullOrder
@@ -28,6 +28,17 @@ from transfer.planes.base import Buffers, Plane, PlaneError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+REFUSAL_PAUSE_S = 5.0  # until a ticket may try a holder again with which this engine cannot work
+
+_HolderKey = tuple[str, str]  # address, incarnation
+
+
+class _Refusal(NamedTuple):
+    """Tickets of this holder fail with `reason` until the timer forgets it."""
+
+    reason: str
+    timer: asyncio.TimerHandle
 
 
 class Claim:
@@ -88,7 +99,8 @@ class Reader:
         self._buffers = buffers
         self._pull_timeout_s = pull_timeout_s
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
-        self._peers: dict[tuple[str, str], asyncio.Task[Peer]] = {}
+        self._peers: dict[_HolderKey, asyncio.Task[Peer]] = {}
+        self._refusals: dict[_HolderKey, _Refusal] = {}
         self._claims: dict[RequestId, Claim] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.num_pulls = 0  # into blocks of this engine, not ended
@@ -102,7 +114,11 @@ class Reader:
         return task
 
     def meet(self, address: str, incarnation: str) -> None:
-        """Connects to a holder before anybody has a ticket for it. Failing is no harm: a ticket tries again."""
+        """Connects to a holder before anybody has a ticket for it. Failing is no harm: a ticket tries again.
+
+        Said when the membership changes, so a holder with which this engine could not work gets another chance.
+        """
+        self._forget_refusal((address, incarnation))
         if incarnation != self._incarnation and (address, incarnation) not in self._peers:
             self._start_connecting(address, incarnation)
 
@@ -181,6 +197,9 @@ class Reader:
 
     async def _peer(self, address: str, incarnation: str) -> Peer:
         """The channel to this life of this holder; made on first use, and again after it was lost."""
+        refusal = self._refusals.get((address, incarnation))
+        if refusal is not None:
+            raise TransferFailed(refusal.reason)
         connecting = self._peers.get((address, incarnation)) or self._start_connecting(address, incarnation)
         return await asyncio.shield(connecting)
 
@@ -196,10 +215,21 @@ class Reader:
         except BaseException as error:
             logger.warning("cannot read from %s: %s", address, error)
             self._forget(peer)
+            if peer.refusal is not None:
+                self._remember_refusal((address, incarnation), peer.refusal)
             raise
         assert peer.reading is not None
         peer.reading.add_done_callback(lambda _: self._forget(peer))
         return peer
+
+    def _remember_refusal(self, key: _HolderKey, reason: str) -> None:
+        timer = asyncio.get_running_loop().call_later(REFUSAL_PAUSE_S, self._forget_refusal, key)
+        self._refusals[key] = _Refusal(reason, timer)
+
+    def _forget_refusal(self, key: _HolderKey) -> None:
+        refusal = self._refusals.pop(key, None)
+        if refusal is not None:
+            refusal.timer.cancel()
 
     def _forget(self, peer: Peer) -> None:
         """The channel is gone: so are its connections, mappings and descriptors, before any successor comes."""
@@ -216,4 +246,6 @@ class Reader:
                 await connecting.result().close()  # with it end the pulls that read from it
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        for key in list(self._refusals):
+            self._forget_refusal(key)
         self._threads.shutdown()

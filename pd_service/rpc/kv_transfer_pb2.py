@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pd_service/rpc/kv_transfer.proto\x12\x05pd.v1\"\xd3\x01\n\rReaderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.ReaderHelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.pd.v1.OpenTicketH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.pd.v1.RenewTicketH\x00\x12\'\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x14.pd.v1.ConfirmTicketH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.pd.v1.DropTicketH\x00\x42\t\n\x07message\"\xdb\x01\n\rHolderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.HolderHelloH\x00\x12!\n\x07refused\x18\x02 \x01(\x0b\x32\x0e.pd.v1.RefusedH\x00\x12%\n\x06opened\x18\x03 \x01(\x0b\x32\x13.pd.v1.TicketOpenedH\x00\x12+\n\tconfirmed\x18\x04 \x01(\x0b\x32\x16.pd.v1.TicketConfirmedH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.pd.v1.TicketEndedH\x00\x42\t\n\x07message\"s\n\x0bReaderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pd.v1.CacheLayout\"\x90\x01\n\x0bHolderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pd.v1.CacheLayout\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd.v1.PlaneOffer\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\x0c\"\x1a\n\x07Refused\x12\x0f\n\x07reasons\x18\x01 \x03(\t\",\n\nPlaneOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\"R\n\x0b\x43\x61\x63heLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x12.pd.v1.CacheBuffer\"\x80\x02\n\x0b\x43\x61\x63heBuffer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\ncache_name\x18\x02 \x01(\t\x12\x11\n\tattn_type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nfirst_head\x18\x05 \x01(\r\x12\x11\n\tnum_heads\x18\x06 \x01(\r\x12\x13\n\x0btotal_heads\x18\x07 \x01(\r\x12\x0b\n\x03\x64im\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\tnum_bytes\x18\n \x01(\x04\x12\x16\n\x0esliding_window\x18\x0b \x01(\r\x12\x16\n\x0eis_heads_first\x18\x0c \x01(\x08\x12\x0c\n\x04rank\x18\r \x01(\r\"/\n\nOpenTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"\x90\x01\n\x0cTicketOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12!\n\x06tables\x18\x02 \x03(\x0b\x32\x11.pd.v1.BlockTable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x0f\n\x07pull_id\x18\x06 \x01(\x04\"6\n\nBlockTable\x12\x11\n\tattn_type\x18\x01 \x01(\t\x12\x15\n\tblock_ids\x18\x02 \x03(\rB\x02\x10\x01\"0\n\x0bRenewTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"2\n\rConfirmTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"C\n\x0fTicketConfirmed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05valid\x18\x02 \x01(\x08\x12\x0f\n\x07pull_id\x18\x03 \x01(\x04\"/\n\nDropTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"/\n\x0bTicketEnded\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2G\n\nKvTransfer\x12\x39\n\x07\x43hannel\x12\x14.pd.v1.ReaderMessage\x1a\x14.pd.v1.HolderMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pd_service/rpc/kv_transfer.proto\x12\x05pd.v1\"\xd3\x01\n\rReaderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.ReaderHelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.pd.v1.OpenTicketH\x00\x12#\n\x05renew\x18\x03 \x01(\x0b\x32\x12.pd.v1.RenewTicketH\x00\x12\'\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x14.pd.v1.ConfirmTicketH\x00\x12!\n\x04\x64rop\x18\x05 \x01(\x0b\x32\x11.pd.v1.DropTicketH\x00\x42\t\n\x07message\"\xdb\x01\n\rHolderMessage\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.pd.v1.HolderHelloH\x00\x12!\n\x07refused\x18\x02 \x01(\x0b\x32\x0e.pd.v1.RefusedH\x00\x12%\n\x06opened\x18\x03 \x01(\x0b\x32\x13.pd.v1.TicketOpenedH\x00\x12+\n\tconfirmed\x18\x04 \x01(\x0b\x32\x16.pd.v1.TicketConfirmedH\x00\x12#\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x12.pd.v1.TicketEndedH\x00\x42\t\n\x07message\"\x83\x01\n\x0bReaderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\t\x12\"\n\x06layout\x18\x04 \x01(\x0b\x32\x12.pd.v1.CacheLayout\x12\x0e\n\x06planes\x18\x05 \x03(\t\"\x90\x01\n\x0bHolderHello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.pd.v1.CacheLayout\x12!\n\x06planes\x18\x04 \x03(\x0b\x32\x11.pd.v1.PlaneOffer\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\x0c\"\x1a\n\x07Refused\x12\x0f\n\x07reasons\x18\x01 \x03(\t\",\n\nPlaneOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\"R\n\x0b\x43\x61\x63heLayout\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x12.pd.v1.CacheBuffer\"\x80\x02\n\x0b\x43\x61\x63heBuffer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x12\n\ncache_name\x18\x02 \x01(\t\x12\x11\n\tattn_type\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nfirst_head\x18\x05 \x01(\r\x12\x11\n\tnum_heads\x18\x06 \x01(\r\x12\x13\n\x0btotal_heads\x18\x07 \x01(\r\x12\x0b\n\x03\x64im\x18\x08 \x01(\r\x12\r\n\x05\x64type\x18\t \x01(\t\x12\x11\n\tnum_bytes\x18\n \x01(\x04\x12\x16\n\x0esliding_window\x18\x0b \x01(\r\x12\x16\n\x0eis_heads_first\x18\x0c \x01(\x08\x12\x0c\n\x04rank\x18\r \x01(\r\"/\n\nOpenTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"\x90\x01\n\x0cTicketOpened\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12!\n\x06tables\x18\x02 \x03(\x0b\x32\x11.pd.v1.BlockTable\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x0f\n\x07pull_id\x18\x06 \x01(\x04\"6\n\nBlockTable\x12\x11\n\tattn_type\x18\x01 \x01(\t\x12\x15\n\tblock_ids\x18\x02 \x03(\rB\x02\x10\x01\"0\n\x0bRenewTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"2\n\rConfirmTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"C\n\x0fTicketConfirmed\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\r\n\x05valid\x18\x02 \x01(\x08\x12\x0f\n\x07pull_id\x18\x03 \x01(\x04\"/\n\nDropTicket\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07pull_id\x18\x02 \x01(\x04\"/\n\x0bTicketEnded\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2G\n\nKvTransfer\x12\x39\n\x07\x43hannel\x12\x14.pd.v1.ReaderMessage\x1a\x14.pd.v1.HolderMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,34 +37,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_READERMESSAGE']._serialized_end=255
   _globals['_HOLDERMESSAGE']._serialized_start=258
   _globals['_HOLDERMESSAGE']._serialized_end=477
-  _globals['_READERHELLO']._serialized_start=479
-  _globals['_READERHELLO']._serialized_end=594
-  _globals['_HOLDERHELLO']._serialized_start=597
-  _globals['_HOLDERHELLO']._serialized_end=741
-  _globals['_REFUSED']._serialized_start=743
-  _globals['_REFUSED']._serialized_end=769
-  _globals['_PLANEOFFER']._serialized_start=771
-  _globals['_PLANEOFFER']._serialized_end=815
-  _globals['_CACHELAYOUT']._serialized_start=817
-  _globals['_CACHELAYOUT']._serialized_end=899
-  _globals['_CACHEBUFFER']._serialized_start=902
-  _globals['_CACHEBUFFER']._serialized_end=1158
-  _globals['_OPENTICKET']._serialized_start=1160
-  _globals['_OPENTICKET']._serialized_end=1207
-  _globals['_TICKETOPENED']._serialized_start=1210
-  _globals['_TICKETOPENED']._serialized_end=1354
-  _globals['_BLOCKTABLE']._serialized_start=1356
-  _globals['_BLOCKTABLE']._serialized_end=1410
-  _globals['_RENEWTICKET']._serialized_start=1412
-  _globals['_RENEWTICKET']._serialized_end=1460
-  _globals['_CONFIRMTICKET']._serialized_start=1462
-  _globals['_CONFIRMTICKET']._serialized_end=1512
-  _globals['_TICKETCONFIRMED']._serialized_start=1514
-  _globals['_TICKETCONFIRMED']._serialized_end=1581
-  _globals['_DROPTICKET']._serialized_start=1583
-  _globals['_DROPTICKET']._serialized_end=1630
-  _globals['_TICKETENDED']._serialized_start=1632
-  _globals['_TICKETENDED']._serialized_end=1679
-  _globals['_KVTRANSFER']._serialized_start=1681
-  _globals['_KVTRANSFER']._serialized_end=1752
+  _globals['_READERHELLO']._serialized_start=480
+  _globals['_READERHELLO']._serialized_end=611
+  _globals['_HOLDERHELLO']._serialized_start=614
+  _globals['_HOLDERHELLO']._serialized_end=758
+  _globals['_REFUSED']._serialized_start=760
+  _globals['_REFUSED']._serialized_end=786
+  _globals['_PLANEOFFER']._serialized_start=788
+  _globals['_PLANEOFFER']._serialized_end=832
+  _globals['_CACHELAYOUT']._serialized_start=834
+  _globals['_CACHELAYOUT']._serialized_end=916
+  _globals['_CACHEBUFFER']._serialized_start=919
+  _globals['_CACHEBUFFER']._serialized_end=1175
+  _globals['_OPENTICKET']._serialized_start=1177
+  _globals['_OPENTICKET']._serialized_end=1224
+  _globals['_TICKETOPENED']._serialized_start=1227
+  _globals['_TICKETOPENED']._serialized_end=1371
+  _globals['_BLOCKTABLE']._serialized_start=1373
+  _globals['_BLOCKTABLE']._serialized_end=1427
+  _globals['_RENEWTICKET']._serialized_start=1429
+  _globals['_RENEWTICKET']._serialized_end=1477
+  _globals['_CONFIRMTICKET']._serialized_start=1479
+  _globals['_CONFIRMTICKET']._serialized_end=1529
+  _globals['_TICKETCONFIRMED']._serialized_start=1531
+  _globals['_TICKETCONFIRMED']._serialized_end=1598
+  _globals['_DROPTICKET']._serialized_start=1600
+  _globals['_DROPTICKET']._serialized_end=1647
+  _globals['_TICKETENDED']._serialized_start=1649
+  _globals['_TICKETENDED']._serialized_end=1696
+  _globals['_KVTRANSFER']._serialized_start=1698
+  _globals['_KVTRANSFER']._serialized_end=1769
 # @@protoc_insertion_point(module_scope)

@@ -35,16 +35,18 @@ class HolderMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ...) -> None: ...
 
 class ReaderHello(_message.Message):
-    __slots__ = ("version", "incarnation", "holder_incarnation", "layout")
+    __slots__ = ("version", "incarnation", "holder_incarnation", "layout", "planes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
     version: int
     incarnation: str
     holder_incarnation: str
     layout: CacheLayout
-    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., layout: _Optional[_Union[CacheLayout, _Mapping]] = ...) -> None: ...
+    planes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., incarnation: _Optional[str] = ..., holder_incarnation: _Optional[str] = ..., layout: _Optional[_Union[CacheLayout, _Mapping]] = ..., planes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HolderHello(_message.Message):
     __slots__ = ("version", "incarnation", "layout", "planes", "access_token")
