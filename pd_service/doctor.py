@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pd_service.config import ServiceConfig
-from pd_service.engine.host_memory import available_bytes
 from pd_service.engine.memory_plan import GIB, PoolPlan, lack_of_memory, plan_pools
 from pd_service.errors import ConfigError
+from pd_service.host_memory import available_bytes
 from pd_service.models.base import DraftingLM
 from pd_service.models.config import MODEL_REGISTRY, checkpoint_files, load_model_config, model_class
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from pd_service import views
 from pd_service.config import PoolSettings, ServiceConfig
 from pd_service.doctor import Examination, architectures, examine
-from pd_service.engine.host_memory import available_bytes
+from pd_service.host_memory import available_bytes
 from pd_service.models.config import MODEL_REGISTRY
 from tests.tiny_model import make_tiny_llama
 

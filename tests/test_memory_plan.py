@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from pd_service.config import EngineConfig, EngineSettings
-from pd_service.engine import memory_plan
+from pd_service.device.cpu import CpuDevice
 from pd_service.engine.execution_engine import ExecutionEngine
 from pd_service.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from pd_service.errors import ConfigError
@@ -137,7 +137,7 @@ def test_a_cache_that_holds_no_request_names_the_settings(model_dir: Path) -> No
 
 def test_an_engine_that_does_not_fit_fails_with_its_plan(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = engine_config(model_dir)
-    plan, _ = require_memory(config)
-    monkeypatch.setattr(memory_plan, "available_bytes", lambda: plan.total_bytes - 1)
+    plan = require_memory(config, 2**40)
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda device: plan.total_bytes - 1)
     with pytest.raises(ConfigError, match=r"weights .*KV cache .*are free: lower pools\.prefill\.kv_cache_bytes"):
         ExecutionEngine(config)

@@ -20,7 +20,8 @@ BASE = {"pd_service.config", "pd_service.errors", "pd_service.request"}
 WIRE = BASE | {"pd_service.rpc", "pd_service.channels", "pd_service.wire"}
 OPS = BASE | {"pd_service.ops"}
 MODELS = OPS | {"pd_service.models", "kv_cache"}
-ENGINE = MODELS | {"pd_service.engine"}
+DEVICE = BASE | {"pd_service.device", "pd_service.host_memory", "kv_cache"}
+ENGINE = MODELS | DEVICE | {"pd_service.engine"}
 NODE = ENGINE | WIRE | {"pd_service.node", "transfer", "grpc"}
 GATEWAY = WIRE | {"pd_service.gateway", "pd_service.metrics", "pd_service.models.config", "grpc"}
 CLUSTER = GATEWAY | NODE | {"pd_service.cluster", "pd_service.progress", "ray"}
@@ -35,6 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.wire": WIRE,
     "pd_service.metrics": BASE,
     "pd_service.progress": set(),
+    "pd_service.host_memory": set(),
+    "pd_service.device": DEVICE,
     "pd_service.ops": OPS,
     "pd_service.models": MODELS,
     "pd_service.engine": ENGINE,
@@ -42,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.gateway": GATEWAY,
     "pd_service.cluster": CLUSTER,
     "pd_service.demo": BASE,
-    "pd_service.doctor": MODELS | {"pd_service.demo", "pd_service.engine.host_memory", "pd_service.engine.memory_plan"},
+    "pd_service.doctor": MODELS | {"pd_service.demo", "pd_service.host_memory", "pd_service.engine.memory_plan"},
     "pd_service.views": WIRE | {"pd_service.doctor", "pd_service.engine.memory_plan"},
     "pd_service.cli": CLUSTER | {"pd_service.demo", "pd_service.doctor", "pd_service.views"},
 }

@@ -71,7 +71,7 @@ def test_each_position_with_guesses_is_a_line_of_its_own() -> None:
     """So that its attention is computed as plain decoding would, to the last bit."""
     blocks = {"FullAttention": [3, 1]}
     rows = [InputRow([9, 9, 9], 0, blocks), InputRow([9, 7, 8], 4, {"FullAttention": [2, 5]}, num_drafts=2)]
-    batch = make_batch(rows, [row.token_ids for row in rows], [row.first for row in rows], 4)
+    batch = make_batch(rows, [row.token_ids for row in rows], [row.first for row in rows], 4, torch.device("cpu"))
     assert batch.metadata.query_lens == [3, 1, 1, 1]
     assert batch.metadata.kv_lens == [3, 5, 6, 7]
     assert batch.starts == [0, 3]

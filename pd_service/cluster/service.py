@@ -26,9 +26,9 @@ import ray
 from pd_service.channels import channel_options, end
 from pd_service.cluster.controller import Controller
 from pd_service.config import ServiceConfig
-from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.gateway.doors import Doors
+from pd_service.host_memory import available_bytes
 from pd_service.models.config import limit_length, load_model_config, require_supported
 from pd_service.progress import READY, Progress
 from pd_service.rpc import admin_pb2, admin_pb2_grpc

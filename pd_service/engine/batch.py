@@ -59,9 +59,16 @@ class Batch:
 
 
 def make_batch(
-    rows: Sequence[InputRow], token_ids: Sequence[Sequence[int]], firsts: Sequence[int], block_size: int
+    rows: Sequence[InputRow],
+    token_ids: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    block_size: int,
+    device: torch.device,
 ) -> Batch:
-    """The tokens `token_ids[i]` of row i at the positions from `firsts[i]` on, each list at least one long."""
+    """The tokens `token_ids[i]` of row i at the positions from `firsts[i]` on, each list at least one long.
+
+    All arrays are on `device`.
+    """
     ids: list[int] = []
     positions: list[int] = []
     query_lens: list[int] = []
@@ -82,11 +89,22 @@ def make_batch(
             kv_lens.append(end)
             tables.append(row.block_ids)
     block_table = prepare_block_tables(tables)
+    slot_mapping = prepare_slot_mapping(positions, query_lens, block_table, block_size)
     metadata = ForwardMetadata(
         query_lens=query_lens,
         kv_lens=kv_lens,
         block_size=block_size,
-        block_table=block_table,
-        slot_mapping=prepare_slot_mapping(positions, query_lens, block_table, block_size),
+        block_table={key: table.to(device) for key, table in block_table.items()},
+        slot_mapping={key: slots.to(device) for key, slots in slot_mapping.items()},
     )
-    return Batch(token_ids=torch.tensor(ids), positions=torch.tensor(positions), metadata=metadata, starts=starts)
+    return Batch(
+        token_ids=torch.tensor(ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        metadata=metadata,
+        starts=starts,
+    )
+
+
+def take_rows(x: torch.Tensor, indexes: Sequence[int]) -> torch.Tensor:
+    """These rows of `x` [rows, ...]."""
+    return x.index_select(0, torch.tensor(indexes, device=x.device))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pd_service.engine.batch import InputRow, make_batch
+from pd_service.engine.batch import InputRow, make_batch, take_rows
 from pd_service.engine.sampler import SampleRow, sample
 from pd_service.engine.step import SampledToken
 from pd_service.models.base import DraftingLM
@@ -55,8 +55,8 @@ class DraftLayer:
         """
         next_ids = [_next_ids(row, tokens) for row, tokens in zip(rows, chosen, strict=True)]
         kept = [i for start, ids in zip(starts, next_ids, strict=True) for i in range(start, start + len(ids))]
-        batch = make_batch(rows, next_ids, [row.first for row in rows], self._block_size)
-        drafted = self._model.draft(hidden[torch.tensor(kept)], batch.token_ids, batch.positions, batch.metadata)
+        batch = make_batch(rows, next_ids, [row.first for row in rows], self._block_size, hidden.device)
+        drafted = self._model.draft(take_rows(hidden, kept), batch.token_ids, batch.positions, batch.metadata)
         guessing: dict[int, _Guessing] = {}
         last: list[int] = []
         for i, (row, tokens) in enumerate(zip(rows, chosen, strict=True)):
@@ -66,7 +66,7 @@ class DraftLayer:
                 guessing[i] = _Guessing(row, _plain(row.sampling), position, most)
                 last.append(batch.starts[i] + len(next_ids[i]) - 1)
         if guessing:
-            self._guess(list(guessing.values()), drafted[torch.tensor(last)])
+            self._guess(list(guessing.values()), take_rows(drafted, last))
         return [tuple(guessing[i].draft_ids) if i in guessing else () for i in range(len(rows))]
 
     def _guess(self, guessing: list[_Guessing], hidden: torch.Tensor) -> None:
@@ -86,8 +86,9 @@ class DraftLayer:
                 [one.draft_ids[-1:] for one in guessing],
                 [one.position for one in guessing],
                 self._block_size,
+                hidden.device,
             )
-            hidden = self._model.draft(hidden[torch.tensor(going_on)], batch.token_ids, batch.positions, batch.metadata)
+            hidden = self._model.draft(take_rows(hidden, going_on), batch.token_ids, batch.positions, batch.metadata)
 
 
 def _next_ids(row: InputRow, chosen: Sequence[SampledToken]) -> list[int]:

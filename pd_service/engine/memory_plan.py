@@ -24,7 +24,6 @@ from kv_cache import (
     validate_cache_info,
 )
 from pd_service.config import EngineConfig, PoolRole, ServiceConfig
-from pd_service.engine.host_memory import available_bytes
 from pd_service.errors import ConfigError
 from pd_service.models.base import CausalLM
 from pd_service.models.config import ModelConfig, limit_length, load_model_config
@@ -88,15 +87,15 @@ class MemoryPlan:
         return f"{self.total_bytes / GIB:.2f} GiB: {', '.join(parts)}"
 
 
-def require_memory(config: EngineConfig) -> tuple[MemoryPlan, int]:
-    """The plan of an engine that starts in this process, and the bytes free for it; ConfigError if too much."""
-    plan, available = plan_memory(config, load_model_config(config.model_dir)), available_bytes()
+def require_memory(config: EngineConfig, available: int) -> MemoryPlan:
+    """The plan of an engine that starts in this process, with `available` bytes; ConfigError if it needs more."""
+    plan = plan_memory(config, load_model_config(config.model_dir))
     if plan.total_bytes > available:
         raise ConfigError(
             f"this engine needs {plan.describe()}; {available / GIB:.2f} GiB are free: lower "
-            f"pools.{config.role}.kv_cache_bytes, or give it a host with more memory"
+            f"pools.{config.role}.kv_cache_bytes, or give it a device with more memory"
         )
-    return plan, available
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +217,7 @@ def _copied_bytes(model: CausalLM, device: str, dtype: torch.dtype) -> int:
 
     Any other weight makes room for its packed form, which is as large; the checkpoint is mapped, never held.
     """
-    sample = torch.empty(16, 16, dtype=dtype, device=device)
+    sample = torch.empty(16, 16, dtype=dtype)  # on the host, which may not have that device
     if get_ops(device).pack_linear(sample) is sample:
         return 0
     owners: dict[int, int] = {}

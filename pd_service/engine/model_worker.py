@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from kv_cache import (
-    HeapStorage,
+    CacheStorage,
     ModelCacheInfo,
     SharedStorage,
     allocate_cache_tensors,
     calculate_cache_bytes,
 )
 from pd_service.config import EngineConfig
-from pd_service.engine.batch import InputRow, make_batch
+from pd_service.device import get_device
+from pd_service.engine.batch import InputRow, make_batch, take_rows
 from pd_service.engine.draft_layer import DraftLayer
 from pd_service.engine.memory_plan import GIB, plan_blocks, require_memory
 from pd_service.engine.sampler import SampleRow, prompt_logprobs, sample
@@ -38,10 +39,11 @@ class ModelWorker:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None]) -> None:
         self._config = config
-        self._device = torch.device(config.device)
+        self.device = get_device(config.device)
         torch.set_num_threads(config.threads)
         progress("loading weights")
-        self.memory_plan, self.available_bytes = require_memory(config)
+        self.available_bytes = self.device.free_bytes()
+        self.memory_plan = require_memory(config, self.available_bytes)
         logger.info("memory: %s; %.2f GiB are free", self.memory_plan.describe(), self.available_bytes / GIB)
         has_draft_layer = config.settings.speculative.method == "mtp"
         self.model_config: ModelConfig
@@ -70,27 +72,25 @@ class ModelWorker:
     def max_model_len(self) -> int:
         return self.model_config.max_model_len
 
-    def _allocate(self) -> tuple[HeapStorage | SharedStorage, list[torch.Tensor]]:
+    def _allocate(self) -> tuple[CacheStorage, list[torch.Tensor]]:
         """Shared memory when a reader on this host may map it, ordinary memory otherwise."""
         num_bytes = calculate_cache_bytes(self.cache_info, self.block_nums)
-        storage: HeapStorage | SharedStorage
-        if "shm" in self._config.settings.planes:
-            storage = SharedStorage(num_bytes)
-        else:
-            storage = HeapStorage(num_bytes, self._device)
+        storage = self.device.allocate_cache(num_bytes, is_mapped="shm" in self._config.settings.planes)
         return storage, allocate_cache_tensors(self.cache_info, self.block_nums, storage)
 
     def run(self, rows: Sequence[InputRow]) -> list[StepResult]:
-        """One step: writes the KV of all new tokens; the result of each row."""
+        """One step: the result of each row. The KV of all new tokens is in the cache when it returns."""
+        self.device.enter_thread()
         with torch.inference_mode():
             tokens, firsts = [row.token_ids for row in rows], [row.first for row in rows]
-            batch = make_batch(rows, tokens, firsts, self._config.settings.block_size)
+            batch = make_batch(rows, tokens, firsts, self._config.settings.block_size, self.device.torch_device)
             hidden = self.model(batch.token_ids, batch.positions, batch.metadata)  # [tokens, hidden]
             chosen = self._choose(rows, batch.starts, hidden)
             guesses: Sequence[tuple[int, ...]] = [()] * len(rows)
             if self._draft_layer is not None:
                 guesses = self._draft_layer.follow(rows, batch.starts, hidden, chosen)
             judged = [self._judge(row, start, hidden) for row, start in zip(rows, batch.starts, strict=True)]
+            self.device.synchronize()
             return [StepResult(*result) for result in zip(chosen, guesses, judged, strict=True)]
 
     def _choose(
@@ -105,7 +105,7 @@ class ModelWorker:
                 sample_rows += _sample_rows(row, row.sampling)
         if not indexes:
             return [()] * len(rows)
-        choices = iter(sample(self.model.compute_logits(hidden[torch.tensor(indexes)]), sample_rows))
+        choices = iter(sample(self.model.compute_logits(take_rows(hidden, indexes)), sample_rows))
         return [
             ()
             if row.sampling is None

@@ -2,7 +2,8 @@
 
 A row's token depends on its logits, seed, position and own history, never on the batch around it; the random number
 on (seed, position) alone. So a request continues identically in another batch, after a preemption, and on another
-engine. Log probabilities are the model's own: before bias, penalties, temperature and filters.
+engine. Log probabilities are the model's own: before bias, penalties, temperature and filters. Whatever device computed
+the logits, all but the maximum is taken on the host.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int
     judged: list[TokenLogprobs] = []
     for begin in range(0, len(token_ids), _ROWS_AT_ONCE):
         end = begin + _ROWS_AT_ONCE
-        judged += _judge(logits[begin:end], torch.tensor(token_ids[begin:end]), num_top)
+        judged += _judge(logits[begin:end].cpu(), torch.tensor(token_ids[begin:end]), num_top)
     return judged
 
 
@@ -63,10 +64,10 @@ def _choose(logits: torch.Tensor, most_likely: int, row: SampleRow) -> SampledTo
     """`logits` [1, vocab], of which `most_likely` is the first maximum."""
     sampling, chosen_from, token = row.sampling, logits[0], most_likely
     if sampling.logit_bias or sampling.needs_history:
-        chosen_from = _adjusted(logits[0], row)
+        chosen_from = _adjusted(logits[0].cpu(), row)
         token = int(chosen_from.argmax())
     if sampling.temperature > 0.0:
-        token = _draw(chosen_from, sampling, uniform(sampling.seed, row.position))
+        token = _draw(chosen_from.cpu(), sampling, uniform(sampling.seed, row.position))
     if sampling.logprobs is None:
         return SampledToken(token)
     return SampledToken(token, prompt_logprobs(logits, [token], sampling.logprobs)[0])
