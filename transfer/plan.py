@@ -212,7 +212,7 @@ def _cut_tokens(cut: _Cut, source_tables: BlockTables, dest_tables: BlockTables,
     src_table = _table(source_tables, cut.attn_type, cut.source, tokens.end, "source")
     dst_table = _table(dest_tables, cut.attn_type, cut.dest, tokens.end, "destination")
     sizes = (cut.source.block_size, cut.dest.block_size) if cut.has_adjoining_tokens() else (1, 1)
-    token, num = _segments(tokens, *sizes)
+    token, num = segments(tokens.first, tokens.end, *sizes)
     src_block, dst_block = src_table[token // cut.source.block_size], dst_table[token // cut.dest.block_size]
     _check_visible(cut, token + num, (src_block == NULL_BLOCK) & (dst_block != NULL_BLOCK), tokens)
     real = (src_block != NULL_BLOCK) & (dst_block != NULL_BLOCK)
@@ -240,9 +240,8 @@ def _table(tables: BlockTables, attn_type: str, side: _Side, num_tokens: int, na
     return table
 
 
-def _segments(tokens: _Range, *block_sizes: int) -> tuple[Int64Array, Int64Array]:
-    """First token and number of tokens of each segment, cut at the blocks of every size."""
-    first, end = tokens.first, tokens.end
+def segments(first: int, end: int, *block_sizes: int) -> tuple[Int64Array, Int64Array]:
+    """First token and number of tokens of each segment of [first, end), cut at the blocks of every size."""
     grids = [np.arange(first - first % size, end, size, dtype=np.int64) for size in set(block_sizes)]
     starts = np.unique(np.maximum(np.concatenate(grids), first))
     starts = starts[starts < end]  # an empty range has none
