@@ -1,255 +1,244 @@
-"""How fast KV moves between two processes, beside the bounds of this machine in the same run.
+"""How fast KV moves between two processes, beside the bounds of this machine and, when their Python is given, peers.
 
-The cache is SmolLM2-135M's: 30 layers, key and value, 3 heads of 64 float32 values, blocks of 16 tokens: 60 buffers,
-46,080 bytes per token. `shm` is held to one thread's memcpy of as many bytes between two mapped areas, `tcp` to one raw
-loopback stream received into one prepared area. A round measures each plane right after its bound, since speeds of a
-shared machine drift; a bar is the median of the rounds' ratios. Every destination is checked by bytes once.
+A cell is one model's cache, one block size, one prompt length and one kind of block tables; in each cell all systems
+move the same runs, in turns, since speeds of a shared machine drift. A bar is the median of the turns' ratios; every
+destination is checked by bytes once per system and cell.
 
-`shm` with scattered blocks is observed without an aim: pieces of 12 KiB at random places pay for address translation
-and start-up of each piece, which one long copy does not. How long the plans themselves take is in
+    shm            memcpy         one thread, as many bytes between two mapped areas
+    tcp            raw            one loopback stream, received into one area
+    shm            NIXL           as its users run it: its default, a progress thread on either side
+    shm            NIXL, lean     no progress thread at the reader, which suits two cores better
+    tcp            NIXL over tcp  with and without the thread likewise
+    tcp, shm       Mooncake       its tcp transport, 64 pieces a call; also our plane on the same library
+
+Shared memory read in pieces of a block of 16 tokens (2 to 16 KiB) is observed without an aim: at random places each
+piece pays for address translation and a start of its own, which one long copy does not. How long the plans take is in
 `benchmarks/transfer_plan.py`.
 
-    python -m benchmarks.transfer --json
+    python -m benchmarks.transfer --json --peer-python /path/to/peers/bin/python
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import gc
-import mmap
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-import msgpack
-import numpy as np
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.report import Bar, arguments, publish
+from benchmarks.transfer_cells import MODELS, Cell, cells, erase, first_wrong, flat, layout
+from benchmarks.transfer_holder import TOKEN, Cache, Holder
 from benchmarks.transfer_plan import plan_bars
-from transfer.guard import ReadGuard
-from transfer.layout import LAYOUT_VERSION, BufferLayout, EngineLayout
-from transfer.plan import plan_read
-from transfer.planes import make_plane
-from transfer.planes.base import Buffers, PlaneReader, Runs, SharedMemory
+from benchmarks.transfer_sides import Memcpy, Ours, Peer, PeerCache, RawStream, Side
+from transfer.planes import PLANE_NAMES, make_plane
 
-ATTN_TYPE = "FullAttention"
-BLOCK_SIZE = 16
-NUM_LAYERS = 30
 PROMPTS = (128, 1024, 8192)
-ROUNDS = {128: 101, 1024: 25, 8192: 7}
-AIM = 0.6
-TOKEN = b"benchmark reader"
-LEASE = "benchmark lease"
-SEND_BYTES = 4 * 2**20  # the raw stream's send call
-TIMEOUT_S = 60.0
-
-
-def layout(num_blocks: int) -> EngineLayout:
-    block_bytes = BLOCK_SIZE * 3 * 64 * 4
-    return EngineLayout(
-        version=LAYOUT_VERSION,
-        model="SmolLM2-135M",
-        buffers=tuple(
-            BufferLayout(
-                layer=layer,
-                cache_name=name,
-                attn_type=ATTN_TYPE,
-                block_size=BLOCK_SIZE,
-                first_head=0,
-                num_heads=3,
-                total_heads=3,
-                dim=64,
-                dtype="float32",
-                num_bytes=num_blocks * block_bytes,
-            )
-            for layer in range(NUM_LAYERS)
-            for name in ("k_cache", "v_cache")
-        ),
-    )
-
-
-class Cache:
-    """A cache in shared memory, every page touched."""
-
-    def __init__(self, shape: EngineLayout) -> None:
-        lens = [b.num_bytes for b in shape.buffers]
-        fd = os.memfd_create("benchmark", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, sum(lens))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self.bytes = np.frombuffer(mmap.mmap(fd, sum(lens)), np.uint8)
-        self.bytes.fill(1)
-        base = self.bytes.ctypes.data
-        starts = np.concatenate(([0], np.cumsum(lens)[:-1]))
-        self.buffers = Buffers(
-            ptrs=tuple(base + int(start) for start in starts),
-            lens=tuple(lens),
-            shared=SharedMemory(fd=fd, base_ptr=base, num_bytes=sum(lens)),
-        )
-
-
-def hold(num_blocks: int) -> None:
-    """The other process: serves a cache and a raw stream until its standard input ends."""
-    shape = layout(num_blocks)
-    cache = Cache(shape)
-    view = cache.bytes.view(np.uint32)
-    view[:] = np.arange(len(view), dtype=np.uint32)
-    guard = ReadGuard(shape)
-    guard.register_reader(TOKEN)
-    guard.admit(LEASE, TOKEN, {ATTN_TYPE: range(num_blocks)})
-    servers = {name: make_plane(name, host="127.0.0.1").serve(cache.buffers, guard) for name in ("shm", "tcp")}
-    raw = socket.create_server(("127.0.0.1", 0))
-    endpoints: dict[str, object] = {name: dict(server.endpoint) for name, server in servers.items()}
-    endpoints["raw"] = raw.getsockname()[1]
-    print(msgpack.packb(endpoints).hex(), flush=True)
-    _serve_raw(raw, memoryview(cache.bytes))  # type: ignore[arg-type]
-    for server in servers.values():
-        server.close()
-
-
-def _serve_raw(listener: socket.socket, data: memoryview) -> None:
-    """Answers each 8-byte request with that many bytes; ends with the connection."""
-    sock, _ = listener.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while request := sock.recv(8, socket.MSG_WAITALL):
-        left = int.from_bytes(request, "little")
-        while left:
-            left -= sock.send(data[: min(left, SEND_BYTES)])
-
-
-class RawStream:
-    """The bound of `tcp`: one connection, received into one area."""
-
-    def __init__(self, port: int, num_bytes: int) -> None:
-        self._sock = socket.create_connection(("127.0.0.1", port))
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._area = memoryview(bytearray(b"\1") * num_bytes)
-
-    def read(self, num_bytes: int) -> None:
-        self._sock.sendall(num_bytes.to_bytes(8, "little"))
-        at = 0
-        while at < num_bytes:
-            at += self._sock.recv_into(self._area[at:num_bytes])
-
-    def close(self) -> None:
-        self._sock.close()
+BLOCK_SIZES = (16, 128)
+PLANES = tuple(name for name in PLANE_NAMES if name != "memory")  # that one stays in a process
+CELL_S = 3.0  # a cell's turns take about so long, within these limits
+MIN_TURNS, MAX_TURNS = 5, 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One prompt length and kind of block tables."""
+class PeerKind:
+    """What `transfer_peer.py` is told, and the environment it is told it in."""
 
-    num_tokens: int
-    tables: str
-    runs: Runs
-
-
-def cells(shape: EngineLayout, num_blocks: int) -> list[Cell]:
-    rng = np.random.default_rng(1)
-    ordered = np.arange(1, num_blocks)
-    made = []
-    for num_tokens in PROMPTS:
-        for name in ("contiguous", "scattered"):
-            tables = [{ATTN_TYPE: ordered if name == "contiguous" else rng.permutation(ordered)} for _ in range(2)]
-            runs = plan_read(shape, shape, tables[0], tables[1], 0, num_tokens)
-            made.append(Cell(num_tokens=num_tokens, tables=name, runs=runs))
-    return made
+    options: Mapping[str, object]
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
-def measure(cell: Cell, copies: Mapping[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Seconds of each copy in each round, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in copies}
-    for counts in [False, *([True] * ROUNDS[cell.num_tokens])]:
-        for name, copy in copies.items():
-            start = time.perf_counter()
-            copy()
-            if counts:
-                times[name].append(time.perf_counter() - start)
+QUIET = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
+TCP = {**QUIET, "UCX_TLS": "tcp"}
+PEERS = {
+    "NIXL": PeerKind(options={"system": "nixl", "progress_thread": True}, env=QUIET),
+    "NIXL, lean": PeerKind(options={"system": "nixl", "progress_thread": False}, env=QUIET),
+    "NIXL over tcp": PeerKind(options={"system": "nixl", "progress_thread": True}, env=TCP),
+    "NIXL over tcp, lean": PeerKind(options={"system": "nixl", "progress_thread": False}, env=TCP),
+    "Mooncake": PeerKind(options={"system": "mooncake"}, env=QUIET),
+}
+BOUNDS = {"shm": "memcpy", "tcp": "raw"}
+COMPARED = (  # ours, another, and how many times as fast ours should be; None: shown only
+    ("shm", "NIXL", 2.0),
+    ("shm", "NIXL, lean", None),
+    ("shm", "Mooncake", 3.0),
+    ("tcp", "NIXL over tcp", 1.5),
+    ("tcp", "NIXL over tcp, lean", None),
+    ("tcp", "Mooncake", 3.0),
+    ("mooncake", "Mooncake", None),
+)
+SYSTEMS = (*PLANES, *PEERS)
+
+
+def aim_of_bound(plane: str, cell: Cell) -> float | None:
+    """The share of its bound that a plane should reach."""
+    if cell.tables == "contiguous":
+        return 0.85
+    return 0.6 if plane == "shm" and cell.block_size >= 128 else None
+
+
+Times = dict[str, list[float]]  # seconds of each side's turns
+
+
+def check(name: str, side: Side, cell: Cell, holder: Holder) -> float:
+    """Moves the cell once, with no byte of it there before; the seconds it took."""
+    if side.dest is None:
+        return side.copy()
+    runs = flat(cell.runs, holder.starts, side.dest_starts)
+    erase(side.dest, runs)
+    taken = side.copy()
+    wrong = first_wrong(holder.region, side.dest, runs)
+    if wrong is not None:
+        raise SystemExit(f"error: {name} brought wrong bytes in run {wrong} of {len(cell.runs)}")
+    return taken
+
+
+def measure(cell: Cell, sides: Mapping[str, Side], holder: Holder) -> Times:
+    for side in sides.values():
+        side.prepare(cell)
+    round_s = sum(check(name, side, cell, holder) for name, side in sides.items())
+    times: Times = {name: [] for name in sides}
+    for _ in range(min(MAX_TURNS, max(MIN_TURNS, int(CELL_S / round_s)))):
+        for name, side in sides.items():
+            times[name].append(side.copy())
     return times
 
 
-def check(cell: Cell, cache: Cache, shape: EngineLayout) -> None:
-    """The holder's bytes are a count of 32-bit words, so what should have arrived is known here."""
-    starts = np.array(cache.buffers.ptrs) - cache.buffers.ptrs[0]
-    for b, src, dst, at, n in zip(
-        cell.runs.src_buffer, cell.runs.src_offset, cell.runs.dst_buffer, cell.runs.dst_offset, cell.runs.length,
-        strict=True,
-    ):  # fmt: skip
-        first = (starts[b] + src) // 4
-        got = cache.bytes[starts[dst] + at : starts[dst] + at + n].view(np.uint32)
-        if not np.array_equal(got, np.arange(first, first + n // 4, dtype=np.uint32)):
-            raise SystemExit(f"wrong bytes in buffer {dst} of {len(shape.buffers)} at {at}")
+def ratio(times: Times, ours: str, other: str) -> float:
+    return round(statistics.median(b / a for a, b in zip(times[ours], times[other], strict=True)), 3)
 
 
-def bars_of(cell: Cell, times: Mapping[str, list[float]]) -> list[Bar]:
-    num_bytes = cell.runs.num_bytes
-    seconds = {name: statistics.median(taken) for name, taken in times.items()}
-    rates = {name: num_bytes / taken / 1e9 for name, taken in seconds.items()}
-    where = f"{cell.num_tokens} tokens, {cell.tables}"
-    made = []
-    for plane, bound in (("shm", "memcpy"), ("tcp", "raw")):
-        note = f"{rates[plane]:.2f} of {rates[bound]:.2f} GB/s, {1e3 * seconds[plane]:.2f} ms, {len(cell.runs)} runs"
-        value = round(statistics.median(b / p for b, p in zip(times[bound], times[plane], strict=True)), 3)
-        aim = None if plane == "shm" and cell.tables == "scattered" else AIM
-        made.append(Bar(name=f"{plane} / {bound}, {where}", value=value, aim=aim, note=note))
-    return made
+def rate(times: Times, name: str, cell: Cell) -> float:
+    """GB/s."""
+    return cell.runs.num_bytes / statistics.median(times[name]) / 1e9
 
 
-def run_cells(readers: Mapping[str, PlaneReader], raw: RawStream, cache: Cache, shape: EngineLayout,
-              todo: Sequence[Cell]) -> list[Bar]:  # fmt: skip
-    area = [np.ones(max(cell.runs.num_bytes for cell in todo), np.uint8) for _ in range(2)]
-    bars: list[Bar] = []
-    for cell in todo:
-        num_bytes = cell.runs.num_bytes
-        bounds: dict[str, Callable[[], None]] = {
-            "memcpy": lambda n=num_bytes: ctypes.memmove(area[0].ctypes.data, area[1].ctypes.data, n),  # type: ignore[misc]
-            "raw": lambda n=num_bytes: raw.read(n),  # type: ignore[misc]
-        }
-        copies: dict[str, Callable[[], None]] = {}
-        for (bound, copy), (name, reader) in zip(bounds.items(), readers.items(), strict=True):
-            copies[bound] = copy
-            copies[name] = lambda r=reader, runs=cell.runs: r.read(LEASE, runs, TIMEOUT_S)  # type: ignore[misc]
-        bars += bars_of(cell, measure(cell, copies))
-        for reader in readers.values():
-            cache.bytes.fill(0)
-            reader.read(LEASE, cell.runs, TIMEOUT_S)
-            check(cell, cache, shape)
-    return bars
+def bars_of(model: str, cell: Cell, times: Times) -> list[Bar]:
+    where = f"{model}, {cell.num_tokens} tokens, block {cell.block_size}, {cell.tables}"
+    pairs = [(plane, bound, aim_of_bound(plane, cell)) for plane, bound in BOUNDS.items()] + list(COMPARED)
+    return [
+        Bar(
+            name=f"{ours} / {other}, {where}",
+            value=ratio(times, ours, other),
+            aim=aim,
+            note=f"{rate(times, ours, cell):.2f} of {rate(times, other, cell):.2f} GB/s, "
+            f"{1e3 * statistics.median(times[ours]):.2f} ms, {len(cell.runs)} runs",
+        )
+        for ours, other, aim in pairs
+        if ours in times and other in times
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What is measured. `peer_python` None: no peers."""
+
+    models: Sequence[str]
+    prompts: Sequence[int]
+    block_sizes: Sequence[int]
+    systems: Sequence[str]
+    peer_python: str | None
+
+
+@dataclass(slots=True)
+class Findings:
+    bars: list[Bar] = field(default_factory=list)
+    rates: list[dict[str, object]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def make_sides(choice: Choice, holder: Holder, cache: Cache, max_bytes: int, stack: ExitStack) -> dict[str, Side]:
+    """A bound stands before its plane, so that both find the machine in the same state."""
+    sides: dict[str, Side] = {}
+    raw = stack.enter_context(closing(RawStream(holder.hello.raw, max_bytes)))  # the holder lives as long as this
+    for name, endpoint in holder.hello.endpoints.items():
+        if name == "shm":
+            sides["memcpy"] = stack.enter_context(closing(Memcpy(max_bytes)))
+        elif name == "tcp":
+            sides["raw"] = raw
+        reader = make_plane(name, host="127.0.0.1").connect(endpoint, TOKEN, cache.buffers)
+        sides[name] = stack.enter_context(closing(Ours(reader, cache)))
+    if choice.peer_python is not None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dest = stack.enter_context(closing(PeerCache(holder)))
+        for name in [one for one in PEERS if one in choice.systems]:
+            kind = PEERS[name]
+            peer = Peer(choice.peer_python, kind.options, kind.env, holder, dest, folder)
+            sides[name] = stack.enter_context(closing(peer))
+    return sides
+
+
+def run_model(choice: Choice, model: str, block_size: int, findings: Findings) -> None:
+    """All cells of one layout, with processes of their own."""
+    num_tokens = 2 * max(choice.prompts)
+    shape = layout(MODELS[model], block_size, num_tokens)
+    todo = cells(shape, choice.prompts)
+    with ExitStack() as stack:
+        planes = [name for name in PLANES if name in choice.systems]
+        holder = stack.enter_context(closing(Holder(model, block_size, num_tokens, planes)))
+        cache = stack.enter_context(closing(Cache(shape)))
+        sides = make_sides(choice, holder, cache, max(cell.runs.num_bytes for cell in todo), stack)
+        findings.refused |= holder.hello.refused
+        findings.versions |= {name: side.version for name, side in sides.items() if isinstance(side, Peer)}
+        gc.disable()
+        for cell in todo:
+            times = measure(cell, sides, holder)
+            findings.bars += bars_of(model, cell, times)
+            kind = {"model": model, "tokens": cell.num_tokens, "block_size": block_size, "tables": cell.tables}
+            sizes = {"runs": len(cell.runs), "bytes": cell.runs.num_bytes, "turns": len(next(iter(times.values())))}
+            speeds = {name: round(rate(times, name, cell), 3) for name in times}
+            findings.rates.append({**kind, **sizes, "gb_per_s": speeds})
+        gc.enable()
+
+
+def chosen() -> tuple[Choice, bool]:
+    parser = arguments("KV transfer between two processes: our planes beside memcpy, a raw stream, and peers.")
+    parser.add_argument("--peer-python", help="a Python with nixl_cu12 and mooncake, to be measured beside ours")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--prompts", nargs="+", type=int, default=PROMPTS, help="tokens")
+    parser.add_argument("--block-sizes", nargs="+", type=int, default=BLOCK_SIZES, help="tokens")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="bounds come with their plane")
+    given = parser.parse_args()
+    for name, values in (("--prompts", given.prompts), ("--block-sizes", given.block_sizes)):
+        if min(values) < 1:
+            parser.error(f"{name} must be at least 1, given {min(values)}")
+    if wrong := [size for size in given.block_sizes if 2 * max(given.prompts) % size or size > max(given.prompts)]:
+        parser.error(f"--block-sizes must divide twice the longest prompt and not exceed it, given {wrong[0]}")
+    if given.peer_python is None and set(given.systems) <= set(PEERS):
+        parser.error(f"{', '.join(given.systems)} need --peer-python")
+    choice = Choice(
+        models=given.models,
+        prompts=given.prompts,
+        block_sizes=given.block_sizes,
+        systems=given.systems,
+        peer_python=given.peer_python,
+    )
+    return choice, given.json
 
 
 def main() -> int:
-    parser = arguments("KV transfer between two processes: shm against memcpy, tcp against a raw loopback stream.")
-    parser.add_argument("--hold", type=int, metavar="BLOCKS", help="serve a cache of so many blocks (used internally)")
-    options = parser.parse_args()
-    if options.hold is not None:
-        hold(options.hold)
-        return 0
-    bars = plan_bars()
-    num_blocks = 2 * max(PROMPTS) // BLOCK_SIZE
-    shape = layout(num_blocks)
-    command = [sys.executable, "-m", "benchmarks.transfer", "--hold", str(num_blocks)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        cache = Cache(shape)
-        endpoints = msgpack.unpackb(bytes.fromhex(holder.stdout.readline().decode()))
-        readers: dict[str, PlaneReader] = {
-            name: make_plane(name, host="127.0.0.1").connect(endpoints[name], TOKEN, cache.buffers)
-            for name in ("shm", "tcp")
-        }
-        todo = cells(shape, num_blocks)
-        raw = RawStream(endpoints["raw"], max(cell.runs.num_bytes for cell in todo))
-        gc.disable()
-        bars += run_cells(readers, raw, cache, shape, todo)
-        for end in (*readers.values(), raw):
-            end.close()
-    details = {"cpus": os.cpu_count(), "kernel": platform.release(), "buffers": 60, "bytes_per_token": 46080}
-    return publish("KV transfer between two processes", bars, as_json=options.json, details=details)
+    choice, as_json = chosen()
+    findings = Findings(bars=plan_bars())
+    try:
+        for model in choice.models:
+            for block_size in choice.block_sizes:
+                run_model(choice, model, block_size, findings)
+    except (OSError, RuntimeError) as error:
+        raise SystemExit(f"error: {error}") from error
+    details = {
+        "cpus": os.cpu_count(),
+        "kernel": platform.release(),
+        "cells": findings.rates,
+        "peers": findings.versions,
+        "not measured": findings.refused,
+    }
+    return publish("KV transfer between two processes", findings.bars, as_json=as_json, details=details)
 
 
 if __name__ == "__main__":
