@@ -122,10 +122,10 @@ class Holder:
 
     def close(self) -> None:
         try:
-            self._process.wait(STOP_TIMEOUT_S)
+            self._process.communicate(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
 
 
 def map_file(path: str, *, writable: bool) -> ByteArray:
