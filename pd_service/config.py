@@ -69,12 +69,33 @@ class EngineSettings(_Section):
 
 
 class PoolSettings(_Section):
-    """One pool. `replicas` engines, each with `num_cpus` of Ray's CPUs and `threads` torch threads."""
+    """One pool. Each engine takes `num_cpus` and `resources` of Ray, and runs `threads` torch threads."""
 
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: Annotated[int, Field(ge=0)] = 1  # at the start; `pd-service scale` changes it
+    min_replicas: Annotated[int, Field(ge=0)] = 0  # bounds of `pd-service scale`
+    max_replicas: Annotated[int, Field(ge=1)] = 64  # of engines that drain as well
     num_cpus: Annotated[float, Field(ge=0)] = 1.0
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # such as {NPU: 1}, per engine
+    placement: Literal["spread", "pack"] = "spread"  # over hosts with the fewest engines of the pool, or with the most
+    env: dict[str, str] = {}  # environment variables of the engines' processes
     threads: Annotated[int, Field(ge=1)] = 1
     kv_cache_bytes: ByteSize = ByteSize(2**30)
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> PoolSettings:
+        if not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"replicas ({self.replicas}) must be from min_replicas ({self.min_replicas}) "
+                f"to max_replicas ({self.max_replicas})"
+            )
+        if not self.num_cpus and not self.resources:
+            raise ValueError("an engine needs num_cpus or resources above 0, or Ray could not place it")
+        return self
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """What one engine takes of Ray's resources."""
+        return self.resources | ({"CPU": self.num_cpus} if self.num_cpus else {})
 
 
 class Pools(_Section):
@@ -101,6 +122,19 @@ class GatewaySettings(_Section):
 
 class RaySettings(_Section):
     address: str | None = None  # of a running Ray cluster; None: start a local one
+    namespace: str = "pd-service"  # the service's name in a cluster that is joined: one service per name
+
+
+class SupervisionSettings(_Section):
+    """How engines are watched, replaced and let go."""
+
+    probe_s: Annotated[float, Field(gt=0)] = 2.0  # between looks at an engine's step loop
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # without an answer, or with work and no step's end: it is replaced
+    start_s: Annotated[float, Field(gt=0)] = 900.0  # from its resources to ready; then it counts as failed
+    backoff_s: Annotated[float, Field(gt=0)] = 0.1  # pause after a failure; doubled with each further one in a row
+    max_backoff_s: Annotated[float, Field(gt=0)] = 30.0  # an engine that was ready for so long ends the row
+    drain_s: Annotated[float, Field(gt=0)] = 60.0  # for running work to end when its engine is to leave
+    orphan_s: Annotated[float, Field(gt=0)] = 300.0  # without a controller: an engine ends itself
 
 
 class ServiceConfig(_Section):
@@ -114,6 +148,7 @@ class ServiceConfig(_Section):
     pools: Pools = Pools()
     gateway: GatewaySettings = GatewaySettings()
     ray: RaySettings = RaySettings()
+    supervision: SupervisionSettings = SupervisionSettings()
 
     @model_validator(mode="after")
     def _budget_feeds_every_request(self) -> ServiceConfig:
