@@ -27,12 +27,23 @@ _SERVER = [
 ]
 
 
+def _pings(every_ms: int, answer_ms: int) -> list[tuple[str, int]]:
+    """A peer from which nothing comes is found after `every_ms` + `answer_ms` at the latest.
+
+    gRPC waits a minute for the answer to a ping unless `ping_timeout_ms` says otherwise: `keepalive_timeout_ms` alone
+    ends nothing. Pings are sent and answered by its own threads, so an engine that holds the interpreter is not silent.
+    """
+    return [("grpc.keepalive_time_ms", every_ms), ("grpc.http2.ping_timeout_ms", answer_ms)]
+
+
+_INSIDE = _pings(every_ms=750, answer_ms=1250)  # a busy host may be late by a second, and is not silent then
+
+
 def channel_options() -> list[tuple[str, int]]:
-    """For channels inside the service: a silent peer is found within about two seconds."""
+    """For channels inside the service: a silent peer is found within two seconds."""
     return [
         *_LIMITS,
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 1000),
+        *_INSIDE,
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Channels to one address must not share a connection: each has its own life and death.
@@ -41,16 +52,13 @@ def channel_options() -> list[tuple[str, int]]:
 
 
 def server_options() -> list[tuple[str, int]]:
-    """For servers inside the service: a silent peer is found as fast as `channel_options` find it.
-
-    Pings are answered by gRPC's own threads, so an engine that holds the interpreter for seconds is not silent.
-    """
-    return [*_SERVER, ("grpc.keepalive_time_ms", 1000), ("grpc.keepalive_timeout_ms", 1000)]
+    """For servers inside the service: a silent peer is found within two seconds."""
+    return [*_SERVER, *_INSIDE]
 
 
 def door_options() -> list[tuple[str, int]]:
-    """For the door of clients: their networks may be slow, so a silent one is given 15 seconds."""
-    return [*_SERVER, ("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 5_000)]
+    """For the door of clients, whose networks may be slow: a silent one is found within 15 seconds."""
+    return [*_SERVER, *_pings(every_ms=10_000, answer_ms=5_000)]
 
 
 @asynccontextmanager
