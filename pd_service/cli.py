@@ -1,4 +1,4 @@
-"""The command line: serve, generate, status, doctor, models."""
+"""The command line: serve, generate, status, explain, doctor, models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc
 import typer
+from google.protobuf import json_format
 from rich.console import Console
 
-from pd_service import views
+from pd_service import explain_view, views
 from pd_service.channels import channel_options
 from pd_service.config import ServiceConfig, load_config
 from pd_service.errors import ConfigError
@@ -209,6 +210,26 @@ def status(address: Address = DEFAULT_ADDRESS) -> None:
     console.print(views.pools_table(answer))
     console.print(views.engines_table(answer))
     console.print(views.work_table(answer))
+
+
+# ---- explain
+
+
+@app.command()
+def explain(
+    request: Annotated[str, typer.Argument(help="Id as in the answer (x-request-id); empty: list recent ones.")] = "",
+    address: Address = DEFAULT_ADDRESS,
+    limit: Annotated[int, typer.Option(help="Most requests to list.", min=1)] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="The gateway's answer as it is.")] = False,
+) -> None:
+    """Show where the time of a recent request went, and which hop was slower than usual."""
+    asked = admin_pb2.ExplainRequest(request_id=request, limit=limit)
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        answer = admin_pb2_grpc.AdminStub(channel).Explain(asked, timeout=5)
+    if as_json:
+        print(json_format.MessageToJson(answer, preserving_proto_field_name=True))
+    else:
+        console.print(explain_view.request_view(answer) if request else explain_view.recent_table(answer))
 
 
 # ---- doctor, models

@@ -116,6 +116,7 @@ class GatewaySettings(_Section):
     grpc: str = "127.0.0.1:50051"  # host:port; port 0 takes a free one
     http: str = "127.0.0.1:8000"
     max_requests: Annotated[int, Field(ge=1)] = 1024  # live at once; one more is refused
+    recent_requests: Annotated[int, Field(ge=1)] = 256  # that ended and can still be explained
     local_prefill_max_tokens: Annotated[int, Field(ge=0)] = 0  # prompts up to this go to a decode engine alone; 0: none
     retry: RetrySettings = RetrySettings()
 

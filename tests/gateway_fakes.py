@@ -20,6 +20,7 @@ from pd_service.gateway.generation import (
     StoryTokens,
 )
 from pd_service.gateway.intake import ClientRequest, Intake, Job
+from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics, Outcome
 from pd_service.request import FinishReason
@@ -112,7 +113,7 @@ def make_generation(
         tokenizer=tokenizer,
         max_requests=max_requests,
     )
-    return Generation(intake=intake, story=story, metrics=GatewayMetrics())
+    return Generation(intake=intake, story=story, metrics=GatewayMetrics(), recent=RecentRequests(4))
 
 
 async def collect(

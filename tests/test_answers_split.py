@@ -14,6 +14,7 @@ from pd_service.config import GatewaySettings
 from pd_service.gateway.generation import Generation
 from pd_service.gateway.http_door import make_app
 from pd_service.gateway.intake import Intake
+from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.tokenizer import Tokenizer
 from tests.local_cluster import LocalCluster, local_cluster
 from tests.one_loop import run_async
@@ -31,7 +32,9 @@ def client(cluster: LocalCluster, model_dir: Path) -> httpx.AsyncClient:
         tokenizer=Tokenizer(model_dir),
         max_requests=16,
     )
-    app = make_app(Generation(intake=intake, story=cluster.story, metrics=cluster.metrics), lambda: None)
+    recent = RecentRequests(8)
+    generation = Generation(intake=intake, story=cluster.story, metrics=cluster.metrics, recent=recent)
+    app = make_app(generation, lambda: None)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 

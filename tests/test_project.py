@@ -46,8 +46,9 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.cluster": CLUSTER,
     "pd_service.demo": BASE,
     "pd_service.doctor": MODELS | {"pd_service.demo", "pd_service.host_memory", "pd_service.engine.memory_plan"},
+    "pd_service.explain_view": WIRE,
     "pd_service.views": WIRE | {"pd_service.doctor", "pd_service.engine.memory_plan"},
-    "pd_service.cli": CLUSTER | {"pd_service.demo", "pd_service.doctor", "pd_service.views"},
+    "pd_service.cli": CLUSTER | {"pd_service.demo", "pd_service.doctor", "pd_service.explain_view", "pd_service.views"},
 }
 GUARDED = {*ALLOWED, "grpc", "ray", "pd_service"}
 

@@ -16,6 +16,7 @@ from pd_service.gateway.generation import Generation, GenerationDelta, Generatio
 from pd_service.gateway.grpc_door import GenerationServicer
 from pd_service.gateway.http_door import make_app
 from pd_service.gateway.intake import ChatPrompt, ClientRequest, Intake, TextPrompt, sampling_params
+from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.request import ChatMessage, EngineRequest, FinishReason, TokenEvent
 from pd_service.rpc import generation_pb2 as pb
@@ -109,7 +110,7 @@ def over(cluster: LocalCluster, tokenizer: Tokenizer) -> Generation:
         tokenizer=tokenizer,
         max_requests=8,
     )
-    return Generation(intake=intake, story=cluster.story, metrics=cluster.metrics)
+    return Generation(intake=intake, story=cluster.story, metrics=cluster.metrics, recent=RecentRequests(8))
 
 
 CHANGING = "{{ strftime_now('%H%M%S%f') }} {{ range(10**5) | random }}\n{{ messages[0].content }}"

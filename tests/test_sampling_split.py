@@ -26,6 +26,7 @@ from pd_service.gateway.generation import (
 )
 from pd_service.gateway.intake import ClientRequest, Intake, TokenPrompt, sampling_params
 from pd_service.gateway.job import Job, answer_seed
+from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.request import EngineSampling, TokenLogprobs
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job
@@ -229,7 +230,7 @@ def make_generation(cluster: LocalCluster, model_dir: Path) -> Generation:
         tokenizer=Tokenizer(model_dir),
         max_requests=16,
     )
-    return Generation(intake=intake, story=cluster.story, metrics=cluster.metrics)
+    return Generation(intake=intake, story=cluster.story, metrics=cluster.metrics, recent=RecentRequests(8))
 
 
 async def ask_for(

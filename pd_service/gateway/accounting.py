@@ -22,6 +22,7 @@ class TokenTiming:
 
     def __init__(self, metrics: GatewayMetrics, job: Job) -> None:
         self._metrics = metrics
+        self._timeline = job.timeline
         self._last = job.phases.mark
         self._is_first = True
         self._is_first_answer = job.index == 0
@@ -30,6 +31,7 @@ class TokenTiming:
         now = asyncio.get_running_loop().time()
         gap_s, self._last = now - self._last, now
         self._metrics.count_output_tokens(num_tokens)
+        self._timeline.handed_out(now, num_tokens)
         if self._is_first:
             self._is_first = False
             if self._is_first_answer:

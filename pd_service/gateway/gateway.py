@@ -11,15 +11,18 @@ from typing import cast
 import grpc
 import uvicorn
 
-from pd_service.channels import Context, channel_options, end
+from pd_service.channels import channel_options, end
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import InvalidRequest
+from pd_service.gateway import admin_door
+from pd_service.gateway.admin_door import AdminServicer
 from pd_service.gateway.doors import Doors
 from pd_service.gateway.engines import Directory, EngineMember
 from pd_service.gateway.generation import Generation
 from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_standard_services
 from pd_service.gateway.http_door import make_app
 from pd_service.gateway.intake import Intake
+from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.story import RequestStory
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics
@@ -29,7 +32,6 @@ from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-ADMIN_SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 RECONNECT_S = 0.5  # between attempts at a controller that is away
 STOP_GRACE_S = 0.5
 
@@ -60,7 +62,8 @@ class Gateway:
             max_requests=settings.max_requests,
         )
         story = RequestStory(self.directory, settings, self.metrics)
-        self.generation = Generation(intake=intake, story=story, metrics=self.metrics)
+        self._recent = RecentRequests(settings.recent_requests)
+        self.generation = Generation(intake=intake, story=story, metrics=self.metrics, recent=self._recent)
         self._is_stopped = False
 
     def unready_reason(self) -> str | None:
@@ -80,8 +83,8 @@ class Gateway:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self.generation), self._doors.grpc_server
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(_AdminPassage(self._admin), self._doors.grpc_server)
-        self._health = await add_standard_services(self._doors.grpc_server, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._admin, self._recent), self._doors.grpc_server)
+        self._health = await add_standard_services(self._doors.grpc_server, [SERVICE_NAME, admin_door.SERVICE_NAME])
         await self._doors.grpc_server.start()
         app = make_app(self.generation, self.unready_reason)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
@@ -132,27 +135,6 @@ class Gateway:
         await asyncio.gather(self._serving, self._following, return_exceptions=True)
         await self._admin.close(None)
         self._tokenizer.close()
-
-
-class _AdminPassage(admin_pb2_grpc.AdminServicer):
-    """Passes the operator's calls on to the controller, so that an operator needs one address."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._admin = admin_pb2_grpc.AdminStub(channel)
-
-    async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> admin_pb2.StatusResponse:
-        try:
-            answer: admin_pb2.StatusResponse = await self._admin.Status(request, timeout=context.time_remaining())
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"the controller did not answer: {error.details()}")
-        return answer
-
-    async def WatchMembership(self, request: admin_pb2.WatchMembershipRequest, context: Context) -> None:
-        try:
-            async for membership in self._admin.WatchMembership(request):
-                await context.write(membership)
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"the controller is away: {error.details()}")
 
 
 class _Uvicorn(uvicorn.Server):

@@ -21,6 +21,7 @@ from pd_service.gateway.intake import ClientRequest, Intake, TextPrompt
 from pd_service.gateway.interleave import interleaved
 from pd_service.gateway.job import Job
 from pd_service.gateway.phases import Phases
+from pd_service.gateway.recent import RecentRequests
 from pd_service.metrics import GatewayMetrics
 from pd_service.request import FinishReason, RequestId, TokenLogprobs
 
@@ -120,9 +121,10 @@ GenerationEvent = GenerationPrompt | GenerationDelta | GenerationFinish
 class Generation:
     """Answers requests for one served model."""
 
-    def __init__(self, *, intake: Intake, story: Story, metrics: GatewayMetrics) -> None:
+    def __init__(self, *, intake: Intake, story: Story, metrics: GatewayMetrics, recent: RecentRequests) -> None:
         self.intake = intake
         self.metrics = metrics
+        self._recent = recent
         self._story = story
 
     async def generate(
@@ -137,11 +139,12 @@ class Generation:
             async with self.intake.admit(request, deadline) as job:
                 progress.is_accepted = True
                 self.metrics.count_prompt_tokens(len(job.prompt_token_ids))
-                answers = [self._answer(job.answer(index), request) for index in range(request.n)]
-                async with aclosing(interleaved(answers)) as events:
-                    async for event in events:
-                        progress.num_missing -= isinstance(event, GenerationFinish)
-                        yield event
+                jobs = [job.answer(index) for index in range(request.n)]
+                with self._recent.following(jobs, progress):
+                    async with aclosing(interleaved([self._answer(one, request) for one in jobs])) as events:
+                        async for event in events:
+                            progress.num_missing -= isinstance(event, GenerationFinish)
+                            yield event
 
     async def _answer(self, job: Job, request: ClientRequest) -> AsyncGenerator[GenerationEvent, None]:
         detokenizer = IncrementalDetokenizer(self.intake.tokenizer, request.sampling.stop)

@@ -117,7 +117,7 @@ def _responses(event: GenerationEvent) -> list[pb.GenerateResponse]:
         reason=event.reason.value,
         prompt_tokens=len(event.prompt_token_ids),
         completion_tokens=event.num_output_tokens,
-        phases=_phase_times(event.phases),
+        phases=phase_times(event.phases),
         request_id=event.request_id,
         retries=event.phases.retries,
         index=event.index,
@@ -126,7 +126,7 @@ def _responses(event: GenerationEvent) -> list[pb.GenerateResponse]:
     return [*held_back, pb.GenerateResponse(finish=finish)]
 
 
-def _phase_times(phases: Phases) -> pb.PhaseTimes:
+def phase_times(phases: Phases) -> pb.PhaseTimes:
     return pb.PhaseTimes(
         queue_ms=phases.queue_ms,
         prefill_ms=phases.prefill_ms,

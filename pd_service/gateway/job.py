@@ -1,6 +1,6 @@
 """What a story runs: one answer of one client request, checked, tokenized, with its seed drawn.
 
-The answers of a request are alike but for index, seed and phases, and share what they know of engines.
+The answers of a request are alike but for index, seed and times, and share what they know of engines.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from pd_service.gateway.phases import Phases
 from pd_service.gateway.router import Affinity
+from pd_service.gateway.timeline import Timeline
 from pd_service.request import EngineSampling, RequestId
 
 
@@ -18,8 +19,8 @@ from pd_service.request import EngineSampling, RequestId
 class Job:
     """One answer that can be run. `deadline` is a time of the event loop's clock, in seconds.
 
-    Two parts change: into `phases` the story writes where the time goes, into `affinity` the first answer's story
-    writes the engines it uses.
+    Three parts change: into `phases` the story writes where the time goes, into `timeline` what happened when, and into
+    `affinity` the first answer's story the engines it uses.
     """
 
     request_id: RequestId
@@ -32,6 +33,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     affinity: Affinity = field(default_factory=Affinity)
+    timeline: Timeline = field(default_factory=Timeline)
 
     def answer(self, index: int) -> Job:
         """The job of another answer, before anything ran: it waits since the same moment, and leaves the prompt's
@@ -40,7 +42,8 @@ class Job:
             return self
         seed = answer_seed(self.sampling.seed, index)
         sampling = replace(self.sampling, seed=seed, prompt_logprobs=None)
-        return replace(self, index=index, sampling=sampling, phases=Phases(mark=self.phases.mark))
+        phases = Phases(mark=self.phases.mark)
+        return replace(self, index=index, sampling=sampling, phases=phases, timeline=Timeline())
 
 
 def answer_seed(seed: int, index: int) -> int:

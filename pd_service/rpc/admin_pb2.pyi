@@ -1,4 +1,5 @@
 from pd_service.rpc import engine_pb2 as _engine_pb2
+from pd_service.rpc import generation_pb2 as _generation_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -76,3 +77,89 @@ class Member(_message.Message):
     host: str
     progress: str
     def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., host: _Optional[str] = ..., progress: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id", "limit")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    limit: int
+    def __init__(self, request_id: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("requests", "usual", "reach")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    USUAL_FIELD_NUMBER: _ClassVar[int]
+    REACH_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[ExplainedRequest]
+    usual: _containers.RepeatedCompositeFieldContainer[UsualPhase]
+    reach: str
+    def __init__(self, requests: _Optional[_Iterable[_Union[ExplainedRequest, _Mapping]]] = ..., usual: _Optional[_Iterable[_Union[UsualPhase, _Mapping]]] = ..., reach: _Optional[str] = ...) -> None: ...
+
+class ExplainedRequest(_message.Message):
+    __slots__ = ("request_id", "accepted_unix", "outcome", "error", "prompt_tokens", "answers")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_UNIX_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    accepted_unix: float
+    outcome: str
+    error: str
+    prompt_tokens: int
+    answers: _containers.RepeatedCompositeFieldContainer[ExplainedAnswer]
+    def __init__(self, request_id: _Optional[str] = ..., accepted_unix: _Optional[float] = ..., outcome: _Optional[str] = ..., error: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[ExplainedAnswer, _Mapping]]] = ...) -> None: ...
+
+class ExplainedAnswer(_message.Message):
+    __slots__ = ("index", "completion_tokens", "cached_tokens", "retries", "ttft_ms", "phases", "hops", "guilty")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRIES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    HOPS_FIELD_NUMBER: _ClassVar[int]
+    GUILTY_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    completion_tokens: int
+    cached_tokens: int
+    retries: int
+    ttft_ms: float
+    phases: _generation_pb2.PhaseTimes
+    hops: _containers.RepeatedCompositeFieldContainer[Hop]
+    guilty: GuiltyHop
+    def __init__(self, index: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., retries: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., phases: _Optional[_Union[_generation_pb2.PhaseTimes, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., guilty: _Optional[_Union[GuiltyHop, _Mapping]] = ...) -> None: ...
+
+class Hop(_message.Message):
+    __slots__ = ("at_ms", "ms", "what", "engine_id", "detail")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    MS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    at_ms: float
+    ms: float
+    what: str
+    engine_id: str
+    detail: str
+    def __init__(self, at_ms: _Optional[float] = ..., ms: _Optional[float] = ..., what: _Optional[str] = ..., engine_id: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class UsualPhase(_message.Message):
+    __slots__ = ("phase", "median_ms")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_MS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    median_ms: float
+    def __init__(self, phase: _Optional[str] = ..., median_ms: _Optional[float] = ...) -> None: ...
+
+class GuiltyHop(_message.Message):
+    __slots__ = ("phase", "usual_ms", "excess_ms")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    USUAL_MS_FIELD_NUMBER: _ClassVar[int]
+    EXCESS_MS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    usual_ms: float
+    excess_ms: float
+    def __init__(self, phase: _Optional[str] = ..., usual_ms: _Optional[float] = ..., excess_ms: _Optional[float] = ...) -> None: ...

@@ -44,6 +44,11 @@ class AdminStub:
                 request_serializer=pd__service_dot_rpc_dot_admin__pb2.WatchMembershipRequest.SerializeToString,
                 response_deserializer=pd__service_dot_rpc_dot_admin__pb2.Membership.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/pd.v1.Admin/Explain',
+                request_serializer=pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -62,6 +67,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Of gateways alone: what happened to requests that this gateway has had lately. NOT_FOUND for one it does not know.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.WatchMembership,
                     request_deserializer=pd__service_dot_rpc_dot_admin__pb2.WatchMembershipRequest.FromString,
                     response_serializer=pd__service_dot_rpc_dot_admin__pb2.Membership.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +147,33 @@ class Admin:
             '/pd.v1.Admin/WatchMembership',
             pd__service_dot_rpc_dot_admin__pb2.WatchMembershipRequest.SerializeToString,
             pd__service_dot_rpc_dot_admin__pb2.Membership.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Admin/Explain',
+            pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.SerializeToString,
+            pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,
