@@ -6,6 +6,7 @@ what one engine receives: the pool's settings and the model's, nothing about the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,12 +19,38 @@ Role = Literal["prefill", "decode", "mixed"]
 PoolRole = Literal["prefill", "decode"]
 PlaneName = Literal["memory", "shm", "tcp"]
 
+DeviceName = Literal["cpu", "npu"]
+Dtype = Literal["float32", "bfloat16"]
+
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20  # on every gRPC client and server of ours; a prompt of 2 million tokens is under 8 MB
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """What a device's operators compute in, and the only size of block they take; None: any."""
+
+    dtypes: tuple[Dtype, ...]
+    block_size: int | None
+
+
+DEVICE_LIMITS: dict[DeviceName, DeviceLimits] = {
+    "cpu": DeviceLimits(dtypes=("float32", "bfloat16"), block_size=None),
+    "npu": DeviceLimits(dtypes=("bfloat16",), block_size=128),
+}
+
+
+def _require_computable(device: DeviceName, dtype: Dtype, block_size: int) -> None:
+    """Raises ValueError for what the device's operators do not take."""
+    limits = DEVICE_LIMITS[device]
+    if dtype not in limits.dtypes:
+        raise ValueError(f"device {device!r} does not compute in dtype {dtype!r}; allowed: {', '.join(limits.dtypes)}")
+    if limits.block_size not in (None, block_size):
+        raise ValueError(f"device {device!r} needs engine.block_size {limits.block_size} (given: {block_size})")
 
 
 class SpeculativeSettings(_Section):
@@ -143,13 +170,18 @@ class ServiceConfig(_Section):
 
     model: str = "demo"  # a local Hugging Face directory, or "demo"
     served_model_name: str | None = None  # None: the directory's name
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu"] = "cpu"
+    dtype: Dtype = "float32"
+    device: DeviceName = "cpu"
     engine: EngineSettings = EngineSettings()
     pools: Pools = Pools()
     gateway: GatewaySettings = GatewaySettings()
     ray: RaySettings = RaySettings()
     supervision: SupervisionSettings = SupervisionSettings()
+
+    @model_validator(mode="after")
+    def _device_takes_it(self) -> ServiceConfig:
+        _require_computable(self.device, self.dtype, self.engine.block_size)
+        return self
 
     @model_validator(mode="after")
     def _budget_feeds_every_request(self) -> ServiceConfig:
@@ -183,11 +215,16 @@ class EngineConfig(_Section):
 
     role: Role
     model_dir: Path
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: Literal["cpu"] = "cpu"
+    dtype: Dtype = "float32"
+    device: DeviceName = "cpu"
     threads: int = 1
     kv_cache_bytes: ByteSize = ByteSize(2**30)
     settings: EngineSettings = EngineSettings()
+
+    @model_validator(mode="after")
+    def _device_takes_it(self) -> EngineConfig:
+        _require_computable(self.device, self.dtype, self.settings.block_size)
+        return self
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ServiceConfig:

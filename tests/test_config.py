@@ -39,6 +39,10 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("pools: {decode: {num_cpus: 0}}", "pools.decode: an engine needs num_cpus or resources above 0"),
         ("pools: {decode: {resources: {NPU: 0}}}", "pools.decode.resources.NPU"),
         ("supervision: {stall_s: 0}", "supervision.stall_s"),
+        ("device: gpu", "'gpu'"),
+        ("device: npu", "device 'npu' does not compute in dtype 'float32'; allowed: bfloat16"),
+        ("{device: npu, dtype: bfloat16}", "device 'npu' needs engine.block_size 128 (given: 16)"),
+        ("pools: {decode: {replicas: 0}}", "pools.decode.replicas"),
         ("engine: {max_num_batched_tokens: 8}", "max_num_seqs"),
         ("- a list", "expected a mapping"),
         ("a: [", "cannot read"),
@@ -51,6 +55,11 @@ def test_refusals_name_the_field_and_what_was_given(tmp_path: Path, text: str, s
     with pytest.raises(ConfigError) as refused:
         load_config(path, {"gateway.http": "127.0.0.1:1"})
     assert said in str(refused.value)
+
+
+def test_a_service_on_npus_has_blocks_that_their_operators_take() -> None:
+    config = ServiceConfig.model_validate({"device": "npu", "dtype": "bfloat16", "engine": {"block_size": 128}})
+    assert config.engine_config("decode", Path("/model")).device == "npu"
 
 
 def test_an_engine_gets_its_pools_settings() -> None:

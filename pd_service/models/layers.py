@@ -107,9 +107,9 @@ class RotaryEmbedding:
             self.cos, self.sin = (torch.empty(max_model_len, 1, head_dim, device="meta") for _ in range(2))
             return
         angles = torch.outer(torch.arange(max_model_len).float(), inverse_frequencies(rope, head_dim))
-        cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude  # [max_model_len, head_dim / 2]
-        self.cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(place.device)  # [max_model_len, 1, head_dim]
-        self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(place.device)
+        cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude  # [positions, head_dim / 2]
+        tables = place.ops.rotary_tables(cos, sin)
+        self.cos, self.sin = (t.unsqueeze(1).to(place.device) for t in tables)  # [max_model_len, 1, head_dim]
 
     def __call__(self, positions: torch.Tensor, metadata: ForwardMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [tokens, 1, head_dim] of `positions` [tokens], once per step for all layers."""

@@ -17,7 +17,7 @@ import torch
 from pd_service.errors import ConfigError
 from pd_service.ops.metadata import ForwardMetadata
 
-DEVICE_MODULES = {"cpu": "pd_service.ops.cpu"}
+DEVICE_MODULES = {"cpu": "pd_service.ops.cpu", "npu": "pd_service.ops.npu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,8 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rotary_tables(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from pd_service.ops import LayerWeights, native
+from pd_service.ops import LayerWeights, composed, get_ops, native
 from pd_service.ops.cpu_attention import latent_attention as latent_attention
 from pd_service.ops.cpu_attention import paged_attention as paged_attention
 from pd_service.ops.cpu_attention import rotate_write_attend as rotate_write_attend
@@ -28,6 +28,7 @@ from pd_service.ops.cpu_pointwise import clipped_swiglu as clipped_swiglu
 from pd_service.ops.cpu_pointwise import gelu_and_mul as gelu_and_mul
 from pd_service.ops.cpu_pointwise import rms_norm as rms_norm
 from pd_service.ops.cpu_pointwise import rotary as rotary
+from pd_service.ops.cpu_pointwise import rotary_tables as rotary_tables
 from pd_service.ops.cpu_pointwise import silu_and_mul as silu_and_mul
 from pd_service.ops.metadata import ForwardMetadata
 
@@ -51,12 +52,4 @@ def dense_layer(
     """
     if native.dense_layer(x, residual, weights, cos, sin, k_cache, v_cache, metadata):
         return
-    w, num_kv = weights, weights.num_kv_heads
-    normed, before_mlp = add_rms_norm(x, residual, w.input_norm, w.eps)
-    heads = linear(normed, w.qkv, w.qkv_bias).view(x.shape[0], -1, w.head_dim)
-    q, k, v = heads.tensor_split((w.num_heads, w.num_heads + num_kv), dim=1)
-    o = rotate_write_attend(q, k, v, cos, sin, k_cache, v_cache, metadata, w.attn_type, w.scale, w.sliding_window)
-    attended = linear(o.flatten(1), w.o, w.o_bias)
-    normed, total = add_rms_norm(attended, before_mlp, w.mlp_norm, w.eps)
-    x.copy_(gated_mlp(normed, w.gate_up, w.down))
-    residual.copy_(total)
+    composed.dense_layer(get_ops("cpu"), x, residual, weights, cos, sin, k_cache, v_cache, metadata)

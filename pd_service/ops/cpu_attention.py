@@ -18,8 +18,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from pd_service.ops import native
-from pd_service.ops.cpu_pointwise import rotary
+from pd_service.ops import composed, get_ops, native
 from pd_service.ops.metadata import ForwardMetadata
 
 
@@ -115,10 +114,9 @@ def rotate_write_attend(
     )
     if answers is not None:
         return answers
-    rotated = rotary(torch.cat((query, key), dim=1), cos, sin)
-    query, key = rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
-    write_kv(key, value, k_cache, v_cache, metadata.slot_mapping[attn_type])
-    return paged_attention(query, k_cache, v_cache, metadata, attn_type, scale, sliding_window, sinks)
+    return composed.rotate_write_attend(
+        get_ops("cpu"), query, key, value, cos, sin, k_cache, v_cache, metadata, attn_type, scale, sliding_window, sinks
+    )
 
 
 def _attend(

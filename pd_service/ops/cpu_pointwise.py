@@ -30,11 +30,16 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
+def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cos` and `sin` [positions, dim / 2] of each plane, as `rotary` takes their rows: [positions, dim]."""
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate `x` [tokens, heads, dim] in the planes (i, i + dim/2), the order of GPT-NeoX.
 
-    `cos` and `sin` are [tokens, 1, dim], both halves alike except that the first half of `sin` is negated, so that
-    swapping the halves of `x` is all that is left to do.
+    `cos` and `sin` [tokens, 1, dim] are rows of `rotary_tables`: both halves alike except that the first half of `sin`
+    is negated, so that swapping the halves of `x` is all that is left to do.
     """
     if (rotated := native.rotary(x, cos, sin)) is not None:
         return rotated
