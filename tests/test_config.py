@@ -42,7 +42,6 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("device: gpu", "'gpu'"),
         ("device: npu", "device 'npu' does not compute in dtype 'float32'; allowed: bfloat16"),
         ("{device: npu, dtype: bfloat16}", "device 'npu' needs engine.block_size 128 (given: 16)"),
-        ("pools: {decode: {replicas: 0}}", "pools.decode.replicas"),
         ("engine: {max_num_batched_tokens: 8}", "max_num_seqs"),
         ("- a list", "expected a mapping"),
         ("a: [", "cannot read"),
