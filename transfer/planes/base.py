@@ -74,15 +74,15 @@ class Runs:
         return int(self.length.sum())
 
 
-def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Sequence[int]) -> str | None:
+def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Sequence[int] | Int64Array) -> str | None:
     """The first run that does not lie inside its buffer, in words; None when all do. `lens` is bytes per buffer.
 
     Safe for any int64 values: they may come from another process.
     """
-    known = (buffer >= 0) & (buffer < len(lens))
-    size = np.asarray(lens or (0,), np.int64).take(buffer, mode="clip")
+    known = buffer.view(np.uint64) < len(lens)  # as unsigned, what is negative is large
+    size = np.asarray(lens if len(lens) else (0,), np.int64).take(buffer, mode="clip")
     # `size - length` can only overflow where length is negative, which is refused anyway.
-    inside = known & (length >= 0) & (offset >= 0) & (offset <= size - length)
+    inside = known & ((length | offset) >= 0) & (offset <= size - length)
     if inside.all():
         return None
     i = int(np.argmin(inside))
@@ -90,14 +90,14 @@ def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Se
     return f"run {i}: {length[i]} bytes at {offset[i]} of buffer {buffer[i]} {where}"
 
 
-def check_source(runs: Runs, lens: Sequence[int]) -> None:
+def check_source(runs: Runs, lens: Sequence[int] | Int64Array) -> None:
     """Raises PlaneError unless every run lies inside the holder's buffers, of `lens` bytes."""
     problem = outside(runs.src_buffer, runs.src_offset, runs.length, lens)
     if problem is not None:
         raise PlaneError(f"source {problem}")
 
 
-def check_destination(runs: Runs, lens: Sequence[int]) -> None:
+def check_destination(runs: Runs, lens: Sequence[int] | Int64Array) -> None:
     """Raises PlaneError unless every run lies inside the reader's buffers, of `lens` bytes."""
     problem = outside(runs.dst_buffer, runs.dst_offset, runs.length, lens)
     if problem is not None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from transfer.planes.base import Int64Array, Runs
+from transfer.planes.base import Int64Array, Runs, check_destination, check_source
 
 STEP_BYTES = 16 * 2**20  # most bytes between two looks at deadline and closing: a few milliseconds
 _Steps = tuple[int, int]  # bytes from buffer to buffer, and from run to run
@@ -49,15 +49,21 @@ class Span:
 
 
 class RunCopier:
-    """Copies between buffers at fixed addresses. Runs must have been checked to lie inside them."""
+    """Copies between buffers at fixed addresses; lengths of buffers in bytes."""
 
     def __init__(self, src_ptrs: Sequence[int], src_lens: Sequence[int], dst_ptrs: Sequence[int],
                  dst_lens: Sequence[int]) -> None:  # fmt: skip
         self._src_ptrs, self._dst_ptrs = np.array(src_ptrs, np.int64), np.array(dst_ptrs, np.int64)
+        self._src_lens, self._dst_lens = np.array(src_lens, np.int64), np.array(dst_lens, np.int64)
         self._src, self._dst = Span(src_ptrs, src_lens), Span(dst_ptrs, dst_lens)
 
     def copy(self, runs: Runs, check: Callable[[], None]) -> None:
-        """Calls `check` before each step; what it raises ends the copy."""
+        """Calls `check` before each step; what it raises ends the copy.
+
+        Raises PlaneError, and has copied nothing, when a run does not lie inside its buffers.
+        """
+        check_source(runs, self._src_lens)
+        check_destination(runs, self._dst_lens)
         for starts, num in _equal_parts(runs):
             part, shape = slice(starts[0], starts[-1] + num), (len(starts), num)
             src_offset, dst_offset, length = (
@@ -106,9 +112,9 @@ def _equal_parts(runs: Runs) -> Iterator[tuple[Int64Array, int]]:
         return
     changes = runs.src_buffer[1:] != runs.src_buffer[:-1]
     changes |= runs.dst_buffer[1:] != runs.dst_buffer[:-1]
-    bounds = np.concatenate(([0], np.flatnonzero(changes) + 1, [len(runs)]))
-    num = np.diff(bounds)
-    cuts = [0, *(np.flatnonzero(np.diff(num)) + 1).tolist(), len(num)]
+    bounds = np.concatenate(([0], changes.nonzero()[0] + 1, [len(runs)]))
+    num = bounds[1:] - bounds[:-1]
+    cuts = [0, *((num[1:] != num[:-1]).nonzero()[0] + 1).tolist(), len(num)]
     for first, end in itertools.pairwise(cuts):
         yield bounds[first:end], int(num[first])
 
@@ -118,12 +124,15 @@ def _stretches(differs: npt.NDArray[np.bool_], src: Int64Array, dst: Int64Array)
 
     `differs[i]` keeps place i + 1 out of the stretch of place i.
     """
+    if len(src) == 1:
+        yield 0, 1
+        return
     turns = differs.copy()
     for place in (src, dst):
-        steps = np.diff(place)
+        steps = place[1:] - place[:-1]
         turns[1:] |= steps[1:] != steps[:-1]
     first, must_end = 0, differs.tolist()
-    for i in np.flatnonzero(turns).tolist():
+    for i in turns.nonzero()[0].tolist():
         if i > first or must_end[i]:  # a stretch's own first step may be any
             yield first, i + 1
             first = i + 1
