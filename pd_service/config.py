@@ -22,7 +22,7 @@ PlaneName = Literal["memory", "shm", "tcp"]
 DeviceName = Literal["cpu", "npu"]
 Dtype = Literal["float32", "bfloat16"]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 2**20  # on every gRPC client and server of ours; a prompt of 2 million tokens is under 8 MB
 
 

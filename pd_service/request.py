@@ -99,7 +99,7 @@ class EngineSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """The right to read the KV blocks of `num_tokens` tokens from the engine that holds them.
+    """The right to read the KV blocks of `num_tokens` tokens from the engine that computes and then holds them.
 
     `token_digest` is BLAKE2b-128 over those token ids as little-endian uint32, so that the reader notices a ticket
     for other tokens than its own.
@@ -116,8 +116,10 @@ class Ticket:
 class EngineRequest:
     """One attempt at a request, as submitted to one engine.
 
-    `token_ids` is the client's prompt of `num_prompt_tokens` tokens, then the output so far. A request of lower
-    `priority` runs earlier. Requests of different `cache_salt` never share KV that was cached.
+    `token_ids` is the client's prompt of `num_prompt_tokens` tokens, then the output so far. A `ticket` is for all of
+    them but the last, or for all of them while the next one is not known yet: that comes with the KV, and does not
+    count as one of `max_new_tokens`. A request of lower `priority` runs earlier. Requests of different `cache_salt`
+    never share KV that was cached.
     """
 
     request_id: RequestId
@@ -131,9 +133,19 @@ class EngineRequest:
     cache_salt: str = ""
 
     @property
+    def gets_token(self) -> bool:
+        """Whether one more token than `token_ids` comes with the KV."""
+        return self.ticket is not None and self.ticket.num_tokens == len(self.token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """When its KV is here."""
+        return len(self.token_ids) + self.gets_token
+
+    @property
     def max_cached_tokens(self) -> int:
         """Tokens whose KV it will ever need on this engine: the last token it generates needs none."""
-        return len(self.token_ids) + (0 if self.prefill_only else self.max_new_tokens - 1)
+        return self.num_known_tokens + (0 if self.prefill_only else self.max_new_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +175,17 @@ class EngineTimes:
     kv_bytes: int = 0
     plane: str = ""
     cached_tokens: int = 0
+    hidden_wire_ms: float = 0.0
+    hidden_kv_bytes: int = 0
+    plan_ms: float = 0.0
+    num_runs: int = 0
 
 
 class TokenEvent(NamedTuple):
     """What an engine says about one request after one step; with `finish` it is the last word.
+
+    With a ticket alone it says that a prompt is being computed whose KV can be read as it comes. If that ticket ends
+    because the request lost its blocks to others, another one follows when they are computed again.
 
     A named tuple, because one is made for each request of each step.
 

@@ -26,6 +26,10 @@ _TIMES_FIELDS = (
     "kv_bytes",
     "plane",
     "cached_tokens",
+    "hidden_wire_ms",
+    "hidden_kv_bytes",
+    "plan_ms",
+    "num_runs",
 )
 _SAMPLING_FIELDS = (
     "temperature",

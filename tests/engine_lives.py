@@ -20,7 +20,17 @@ from typing import Any, get_args
 from pd_service.config import SpeculativeSettings
 from pd_service.engine.batch import InputRow
 from pd_service.engine.execution_engine import ExecutionEngine
-from pd_service.engine.messages import Cancel, Hold, KvArrived, KvFailed, Message, PullOrder, ReleaseHeld, Submit
+from pd_service.engine.messages import (
+    Cancel,
+    Hold,
+    KvArrived,
+    KvFailed,
+    Message,
+    PullOrder,
+    ReleaseHeld,
+    Submit,
+    Withdrawn,
+)
 from pd_service.engine.request_state import PullStats, RequestState, Status, token_digest
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.speculation import accept
@@ -172,6 +182,7 @@ class Life:
     request: EngineRequest
     expected: list[int]
     expected_finish: FinishReason
+    next_token: int  # that comes with its KV, if one does
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     error: Exception | None = None
@@ -220,6 +231,7 @@ class Lives:
         self._num_to_come = self._draw.randint(6, 20)
         self.lives: dict[RequestId, Life] = {}
         self._pulls: dict[RequestId, PullOrder] = {}
+        self._computing: dict[RequestId, Hold] = {}  # what readers know of prompts that are not complete
         self._holds: dict[RequestId, Hold] = {}
         self.num_computed = 0
         self.seen: Counter[str] = Counter()
@@ -273,12 +285,38 @@ class Lives:
             life = self.lives[event.request_id]
             assert not life.is_cancelled, f"{event} after a cancel"
             life.take(event)
-            assert (event.finish is FinishReason.PREFILLED) is (event.request_id in output.holds)
-        for hold in output.holds.values():
-            tokens = self.lives[hold.request_id].request.token_ids
-            assert (hold.num_tokens, hold.token_digest) == (len(tokens), token_digest(tokens))
+            is_held = any(hold.request_id == event.request_id and is_complete(hold) for hold in output.holds)
+            assert (event.finish is FinishReason.PREFILLED) is is_held
+        for hold in output.holds:
+            self._follow(hold)
+        for hold in self._computing.values():
+            self._check_readable(hold)
         self._pulls |= {order.request_id: order for order in output.pulls}
-        self._holds |= output.holds
+
+    def _follow(self, hold: Hold | Withdrawn) -> None:
+        before = self._computing.pop(hold.request_id, None)
+        if isinstance(hold, Withdrawn):
+            assert before is not None, "withdrawn what nobody knew of"
+            self.seen["withdrawn"] += 1
+            return
+        request = self.lives[hold.request_id].request
+        assert (hold.num_tokens, hold.token_digest) == (len(request.token_ids), token_digest(request.token_ids))
+        assert before is None or hold.num_ready > before.num_ready
+        if is_complete(hold):
+            assert before is not None, "a ticket that did not begin"
+            assert hold.num_ready == hold.num_tokens
+            self._holds[hold.request_id] = hold
+        else:
+            self.seen["followed"] += before is not None
+            self._computing[hold.request_id] = hold
+
+    def _check_readable(self, hold: Hold) -> None:
+        """What readers were told stays true until they are told something else."""
+        chain = markers(self.lives[hold.request_id].request.token_ids, self.shape.attn_types)
+        assert "SlidingWindow" not in hold.tables
+        for attn_type, table in hold.tables.items():
+            for position in range(hold.num_ready):
+                assert self.engine.cache.marker({attn_type: table}, position) == chain[position]
 
     # ---- what comes from outside
 
@@ -305,7 +343,7 @@ class Lives:
             prompt = (*prompt[:-1], draw.randrange(VOCAB))
         count = draw.choice([1, 2, draw.randint(1, MAX_TOKENS - len(prompt)), MAX_TOKENS - len(prompt)])
         count = min(count, MAX_TOKENS - len(prompt))
-        kind = draw.choice(["whole", "whole", "prefill", "ticket"])
+        kind = draw.choice(["whole", "whole", "prefill", "ticket", "early ticket"])
         expected = continuation(prompt, count, self.shape.attn_types)
         self._foresee(prompt, expected)
         life = self._new_life(prompt, expected, kind)
@@ -315,18 +353,22 @@ class Lives:
     def _new_life(self, prompt: tuple[int, ...], expected: list[int], kind: str) -> Life:
         draw, stop, finish = self._draw, frozenset[int](), FinishReason.LENGTH
         count, is_prefill, is_ticket = len(expected), kind == "prefill", kind == "ticket" and len(prompt) > 1
+        first, gets_token = expected[0], kind == "early ticket" and count > 1
+        if gets_token:
+            expected, count = expected[1:], count - 1
         if is_prefill and count > 1:
             expected, finish = expected[:1], FinishReason.PREFILLED
         if draw.random() < 0.3:
             stop, finish = frozenset({draw.choice(expected)}), FinishReason.STOP
             expected = expected[: next(i for i, token_id in enumerate(expected) if token_id in stop)]
-        is_judged = not is_ticket and draw.random() < 0.2
+        is_judged = not (is_ticket or gets_token) and draw.random() < 0.2
+        num_held = len(prompt) if gets_token else len(prompt) - 1
         ticket = Ticket(
             address="holder:1",
             incarnation="i",
             lease_id="l",
-            num_tokens=len(prompt) - 1,
-            token_digest=token_digest(prompt[:-1]),
+            num_tokens=num_held,
+            token_digest=token_digest(prompt[:num_held]),
         )
         request = EngineRequest(
             request_id=RequestId(f"life-{len(self.lives)}"),
@@ -339,11 +381,11 @@ class Lives:
                 presence_penalty=draw.choice([0.0, 0.0, 1.0]),  # the model here makes nothing of it
             ),
             prefill_only=is_prefill,
-            ticket=ticket if is_ticket else None,
+            ticket=ticket if is_ticket or gets_token else None,
             priority=draw.choice([0, 0, -1, 1]),
             cache_salt=draw.choice(["", "", "other"]),
         )
-        return Life(request=request, expected=expected, expected_finish=finish)
+        return Life(request=request, expected=expected, expected_finish=finish, next_token=first)
 
     def _foresee(self, prompt: Sequence[int], expected: Sequence[int]) -> None:
         """After position i of the text comes text[i + 1], which the step chooses, and then what is guessed."""
@@ -360,16 +402,17 @@ class Lives:
 
     def _end_pull(self, order: PullOrder) -> Message:
         """It has written into its blocks, all or half of what is missing, even if nobody wants it any more."""
-        tokens = self.lives[order.request_id].request.token_ids[:-1]
+        life = self.lives[order.request_id]
+        tokens = life.request.token_ids[: order.ticket.num_tokens]
         fails = self._draw.random() < 0.2
         end = self._draw.randint(order.first_token, len(tokens)) if fails else len(tokens)
         chain = markers(tokens, self.shape.attn_types)
         for position in range(order.first_token, end):
             self.engine.cache.write(order.tables, position, chain[position])
-        self.seen["failed pulls" if fails else "pulls"] += 1
+        self.seen["failed pulls" if fails else "early pulls" if life.request.gets_token else "pulls"] += 1
         if fails:
             return KvFailed(order.request_id, TransferFailed("planned"))
-        return KvArrived(order.request_id, PullStats())
+        return KvArrived(order.request_id, PullStats(), life.next_token)
 
     def _release(self, hold: Hold) -> ReleaseHeld:
         """Until now whoever had the ticket could read all that the next token sees."""
@@ -433,6 +476,10 @@ class Lives:
         self.seen["cached"] += counters.cached_tokens
         self.seen["right guesses"] += counters.accepted_tokens
         self.seen["wrong guesses"] += counters.drafted_tokens - counters.accepted_tokens
+
+
+def is_complete(hold: Hold | Withdrawn) -> bool:
+    return isinstance(hold, Hold) and hold.next_token is not None
 
 
 def run_seed(seed: int) -> Counter[str]:

@@ -260,8 +260,8 @@ MUTANTS = (
     Mutant(
         "outputs are told again",
         OUTBOX,
-        "self.events, self.pulls, self.holds, self._told_load = [], [], {}, load",
-        "self.pulls, self.holds, self._told_load = [], {}, load",
+        "self.events, self.pulls, self.holds, self._told_load = [], [], [], load",
+        "self.pulls, self.holds, self._told_load = [], [], load",
     ),
     Mutant("a quiet step hides its holds", OUTBOX, "self.events or self.pulls or self.holds", "self.events"),
     Mutant(

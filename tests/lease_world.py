@@ -1,9 +1,11 @@
 """A holder, its readers and a network that delivers late, doubled and in any order, around the real `LeaseTable`.
 
 A world is a value: `moves` says what can happen next, `apply` returns the world after it, so that a test can go through
-all of them. The holder gives each lease the first free block, and frees it when the table says that the lease ended.
-Beside it stands a model without states and transitions: of each lease the pulls that opened it, were confirmed, are
-over, and the time. Whoever reads, reads what lies in the block then; only the answer to its confirm protects it.
+all of them. The holder gives each lease the first free block for a request that computes into it. When that is
+complete, the block is the lease's, and is freed when the table says that the lease ended; it is freed at once if the
+lease ended before, or the request gives up. Beside it stands a model without states and transitions: of each lease the
+pulls that opened it, were confirmed, are over, and the time. Whoever reads, reads what lies in the block then, also
+while it is computed; it reads again when it has heard that all is there. Only the answer to its confirm protects it.
 
 Always checked: a block has one live lease at most; what a confirm calls right is what the lease held; the table takes
 what the model allows and nothing else, and what it refuses leaves it as it was; each lease ends once.
@@ -13,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple
 
 from transfer.lease import ENDED, LeaseState, LeaseTable, Pull, _Lease
 
 LEASE_S = 2
 FREE = ""
+HALF = "half of "  # the content of a block that is being computed
 Snapshot = tuple[tuple[str, LeaseState, float, frozenset[Pull], frozenset[Pull]], ...]
 
 
@@ -37,7 +41,10 @@ class Reading:
     lease_id: str = ""
     sent: frozenset[str] = frozenset()
     block: int | None = None  # known from the answer to its open
-    content: str | None = None  # what lay there when it read
+    hears: bool = False  # the word that all is there is on its way
+    has_heard: bool = False
+    content: str | None = None  # what lay there when it read; of several reads the worst
+    has_all: bool = False  # it has read since it heard
     is_over: bool = False  # used, refused or given up
 
     def ended(self) -> Reading:
@@ -48,7 +55,8 @@ class Reading:
 class Truth:
     """What is known of a lease: its life is over when its time is, or for one of the reasons that `is_over` names."""
 
-    deadline: int
+    deadline: float
+    is_complete: bool = False
     opened: frozenset[Pull] = frozenset()
     confirmed: frozenset[Pull] = frozenset()
     gone: frozenset[Pull] = frozenset()  # dropped, or lost with their reader
@@ -64,6 +72,7 @@ class Truth:
         return self.was_ended or self.was_abandoned or is_used or now >= self.deadline
 
 
+COMPUTING = Truth(deadline=inf)
 OVER = Truth(deadline=0, was_ended=True)  # how it came to its end makes no difference any more
 
 
@@ -93,8 +102,16 @@ class LeaseWorld:
             yield Move("restart")
         for lease_id, _ in self.truths:
             yield Move("release", what=lease_id)
+        for lease_id in self.computing:
+            yield Move("complete", what=lease_id)
+            yield Move("withdraw", what=lease_id)
         for pull, reading in self.pulls:
             yield from self._moves_of(pull, reading)
+
+    @property
+    def computing(self) -> list[str]:
+        """The leases whose requests compute, also if they themselves have ended."""
+        return [owner for owner, content in zip(self.owners, self.contents, strict=True) if content == HALF + owner]
 
     def _moves_of(self, pull: Pull, reading: Reading) -> Iterator[Move]:
         reader = str(pull.reader)
@@ -111,7 +128,9 @@ class LeaseWorld:
             if reading.block is not None:
                 yield Move("read", pull)
                 yield Move("send", pull, "renew")
-            if reading.content is not None:
+            if reading.hears:
+                yield Move("hear", pull)
+            if reading.has_all:
                 yield Move("send", pull, "confirm")
 
     def apply(self, move: Move) -> LeaseWorld:
@@ -155,12 +174,34 @@ class _Turn:
     def _hold(self, move: Move) -> dict[str, object]:
         block = self.owners.index(FREE)
         for lease_id, truth in self.truths.items():
-            is_its_block = self.contents[block] == lease_id
+            is_its_block = self.contents[block] in (lease_id, HALF + lease_id)
             assert truth.is_over(self.world.now) or not is_its_block, "the block of a live lease was free"
-        self.table.open(move.what, self.world.now)
-        self.owners[block] = self.contents[block] = move.what
-        self.truths[move.what] = Truth(deadline=self.world.now + LEASE_S)
+        self.table.open(move.what)
+        self.owners[block], self.contents[block] = move.what, HALF + move.what
+        self.truths[move.what] = COMPUTING
         return {"unopened": self.world.unopened[1:]}
+
+    def _complete(self, move: Move) -> None:
+        """The request has computed the last token; if its ticket was given back meanwhile, its block is free."""
+        block, truth, now = self.owners.index(move.what), self.truths[move.what], self.world.now
+        self.contents[block] = move.what
+        state = self.table.complete(move.what, now)
+        self._expect(not truth.is_over(now), state)
+        if truth.is_over(now):
+            self.owners[block] = FREE
+            return
+        assert state is (LeaseState.READING if truth.reading else LeaseState.HELD)
+        self.truths[move.what] = replace(truth, is_complete=True, deadline=now + LEASE_S)
+        for pull in truth.reading:
+            if not self.pulls[pull].is_over:
+                self.pulls[pull] = replace(self.pulls[pull], hears=True)
+
+    def _withdraw(self, move: Move) -> None:
+        """The request was cancelled, failed, or lost its block to others: the ticket is void."""
+        is_allowed = not self.truths[move.what].is_over(self.world.now)
+        self._expect(is_allowed, self.table.release(move.what, self.world.now))
+        self.truths[move.what] = OVER
+        self.owners[self.owners.index(move.what)] = FREE
 
     def _restart(self, move: Move) -> dict[str, object]:
         """Another life at the same address: its memory is empty, and it knows no lease of the former."""
@@ -177,7 +218,7 @@ class _Turn:
             self._free(move.what)
 
     def _sweep(self, move: Move) -> None:
-        over = [lease_id for lease_id in self.owners if lease_id and self.truths[lease_id].is_over(self.world.now)]
+        over = [key for key, truth in self.truths.items() if truth != OVER and truth.is_over(self.world.now)]
         assert sorted(self.table.sweep(self.world.now)) == sorted(over)
         for lease_id in over:
             self._free(lease_id)
@@ -187,7 +228,7 @@ class _Turn:
         for lease_id, truth in self.truths.items():
             lost = {pull for pull in truth.reading if pull.reader == move.who}
             if lost and not truth.is_over(self.world.now):
-                is_abandoned = truth.reading == lost
+                is_abandoned = truth.is_complete and truth.reading == lost
                 self.truths[lease_id] = replace(truth, gone=truth.gone | lost, was_abandoned=is_abandoned)
                 abandoned |= {lease_id} if is_abandoned else set()
         ended = self.table.lose(move.who, self.world.now)
@@ -206,7 +247,7 @@ class _Turn:
             is_allowed = is_live and move.who not in truth.confirmed | truth.gone
             state = self.table.read_opened(lease_id, move.who, now)
         else:
-            is_allowed = is_live and move.who in truth.reading
+            is_allowed = is_live and move.who in truth.reading and (truth.is_complete or move.what != "confirm")
             state = getattr(self.table, move.what)(lease_id, move.who, now)
         assert self.table.is_live(lease_id, now) == (is_live and state not in ENDED)
         self._expect(is_allowed, state)
@@ -222,9 +263,11 @@ class _Turn:
         assert is_allowed or _snapshot(self.table) == self.world.table, "a refused message changed something"
 
     def _free(self, lease_id: str) -> None:
+        """The lease has ended, and with it goes its block, unless a request still computes into it."""
         assert lease_id not in self.table
         assert self.owners.count(lease_id) == 1, "its block was given back before"
-        self.owners[self.owners.index(lease_id)] = FREE
+        if self.truths[lease_id].is_complete:
+            self.owners[self.owners.index(lease_id)] = FREE
         self.truths[lease_id] = OVER
 
     # ---- the readers
@@ -235,7 +278,9 @@ class _Turn:
         if pull.reader in self.world.crashed or reading.is_over:
             return
         if kind == "open" and is_allowed:
-            self.pulls[pull] = replace(reading, block=self.owners.index(reading.lease_id))
+            block = self.owners.index(reading.lease_id)
+            is_complete = self.truths[reading.lease_id].is_complete
+            self.pulls[pull] = replace(reading, block=block, has_heard=reading.has_heard or is_complete)
         elif kind == "open":
             self.pulls[pull] = reading.ended()
         elif kind == "confirm":
@@ -256,7 +301,13 @@ class _Turn:
         assert isinstance(move.who, Pull)
         reading = self.pulls[move.who]
         assert reading.block is not None
-        self.pulls[move.who] = replace(reading, content=self.contents[reading.block])
+        has_right_so_far = reading.content in (None, reading.lease_id, HALF + reading.lease_id)
+        content = self.contents[reading.block] if has_right_so_far else reading.content
+        self.pulls[move.who] = replace(reading, content=content, has_all=reading.has_heard)
+
+    def _hear(self, move: Move) -> None:
+        assert isinstance(move.who, Pull)
+        self.pulls[move.who] = replace(self.pulls[move.who], hears=False, has_heard=True)
 
     def _crash(self, move: Move) -> dict[str, object]:
         for pull, reading in self.pulls.items():
@@ -269,9 +320,9 @@ def _after(truth: Truth, move: Move, now: int) -> Truth:
     pull = frozenset({move.who})
     match move.what:
         case "open":
-            return replace(truth, opened=truth.opened | pull, deadline=now + LEASE_S)
+            return replace(truth, opened=truth.opened | pull, deadline=now + LEASE_S if truth.is_complete else inf)
         case "renew":
-            return replace(truth, deadline=now + LEASE_S)
+            return replace(truth, deadline=now + LEASE_S if truth.is_complete else inf)
         case "confirm":
             return replace(truth, confirmed=truth.confirmed | pull)
         case _:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kv_cache import KVCacheManager, PrefixCache
 from pd_service.config import SpeculativeSettings
-from pd_service.engine.messages import StepOutput
+from pd_service.engine.messages import Hold, StepOutput, Withdrawn
 from pd_service.engine.request_state import PullStats, Status, token_digest
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
@@ -38,19 +38,24 @@ def new_request(
     *,
     prefill_only: bool = False,
     with_ticket: bool = False,
+    gets_token: bool = False,
     stop: frozenset[int] = frozenset(),
     priority: int = 0,
     prompt: str = "",
     salt: str = "",
 ) -> EngineRequest:
-    """Tokens that depend on the name, so that no two requests are alike, or on `prompt`."""
+    """Tokens that depend on the name, so that no two requests are alike, or on `prompt`.
+
+    `with_ticket` for all but the last; with `gets_token` the ticket is for all of them.
+    """
     tokens = tuple(continuation([sum((prompt or name).encode())], num_tokens))
+    num_held = num_tokens if gets_token else num_tokens - 1
     ticket = Ticket(
         address="holder:1",
         incarnation="i",
         lease_id="l",
-        num_tokens=num_tokens - 1,
-        token_digest=token_digest(tokens[:-1]),
+        num_tokens=num_held,
+        token_digest=token_digest(tokens[:num_held]),
     )
     return EngineRequest(
         request_id=RequestId(name),
@@ -61,7 +66,7 @@ def new_request(
         prefill_only=prefill_only,
         priority=priority,
         cache_salt=salt,
-        ticket=ticket if with_ticket else None,
+        ticket=ticket if with_ticket or gets_token else None,
     )
 
 
@@ -107,6 +112,7 @@ class Driver:
         self.errors: dict[str, Exception] = {}
         self.pulls: list[str] = []
         self.held: list[str] = []
+        self.holds: list[Hold | Withdrawn] = []
 
     def add(self, request: EngineRequest, now: float = 0.0) -> None:
         self.scheduler.add(request, now)
@@ -114,7 +120,9 @@ class Driver:
 
     def arrive(self, name: str) -> None:
         self.pulls.remove(name)
-        self.scheduler.kv_arrived(RequestId(name), PullStats(), 0.0)
+        state = self.scheduler._requests.get(RequestId(name))
+        token = next_token(state.token_ids) if state is not None else 0
+        self.scheduler.kv_arrived(RequestId(name), PullStats(), token, 0.0)
         self.collect()
 
     def begin(self) -> list[ScheduledRequest]:
@@ -156,7 +164,10 @@ class Driver:
             if event.error is not None:
                 self.errors[event.request_id] = event.error
         self.pulls += [order.request_id for order in output.pulls]
-        self.held += list(output.holds)
+        self.holds += output.holds
+        for hold in output.holds:
+            if isinstance(hold, Hold) and hold.next_token is not None:
+                self.held.append(hold.request_id)
 
     @property
     def num_free(self) -> int:

@@ -90,7 +90,8 @@ class SimClient:
             return
         self.load = load
         for event in events:
-            self._unanswered.pop(event.request_id, None)
+            if event.token_ids or event.finish is not None or event.error is not None:
+                self._unanswered.pop(event.request_id, None)
             inbox = self._requests.get(event.request_id)
             if inbox is not None:
                 inbox.put_nowait(event)

@@ -8,16 +8,25 @@ writes the cache at its end, by the tables it was built with, so whoever takes i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pd_service.engine.messages import Cancel, KvArrived, KvFailed, Message, PullOrder, ReleaseHeld, StepOutput, Submit
-from pd_service.engine.request_state import PullStats
+from pd_service.engine.messages import (
+    Cancel,
+    Hold,
+    KvArrived,
+    KvFailed,
+    Message,
+    ReleaseHeld,
+    StepOutput,
+    Submit,
+    Withdrawn,
+)
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
 from pd_service.errors import DeadlineExceeded, PdError, TransferFailed
-from pd_service.request import EngineRequest, FinishReason, Load, RequestId, TokenEvent
+from pd_service.request import EngineRequest, FinishReason, Load, RequestId, Ticket, TokenEvent
 from tests.sim_kv import VOCAB, new_cache
 from tests.sim_network import Connection, Link, SimSettings, now
 from tests.sim_transfer import SimHolder, SimReader
@@ -154,8 +163,8 @@ class SimEngine:
                 self.scheduler.cancel(request_id)
                 if self.settings.frees_under_pull:
                     self.scheduler.kv_failed(request_id, TransferFailed("cancelled"))
-            case KvArrived(request_id, stats):
-                self.scheduler.kv_arrived(request_id, stats, now())
+            case KvArrived(request_id, stats, next_token):
+                self.scheduler.kv_arrived(request_id, stats, next_token, now())
             case KvFailed(request_id, error):
                 self.scheduler.kv_failed(request_id, error)
             case ReleaseHeld(request_id):
@@ -172,28 +181,36 @@ class SimEngine:
     def _deliver(self, output: StepOutput) -> None:
         self.load = output.load
         for order in output.pulls:
-            self._start_pull(order)
+            self.reader.pull(order, self._put)
         messages: dict[Session, list[TokenEvent]] = {session: [] for session in self._sessions}
+        tickets = self._follow(output.holds, messages)
         for event in output.events:
             session = self._owners.get(event.request_id)
             if session is None:
-                if event.finish is FinishReason.PREFILLED:
-                    self._put(ReleaseHeld(event.request_id))
                 continue
             if event.finish is FinishReason.PREFILLED:
-                event = event._replace(ticket=self.holder.hold(output.holds[event.request_id], session))
+                event = event._replace(ticket=tickets[event.request_id])
             if event.finish is not None or event.error is not None:
                 self._forget(event.request_id)
             messages[session].append(event)
         for session, events in messages.items():
             session.tell(events, output.load)
 
-    def _start_pull(self, order: PullOrder) -> None:
-        def done(result: PullStats | Exception) -> None:
-            is_error = isinstance(result, Exception)
-            self._put(KvFailed(order.request_id, result) if is_error else KvArrived(order.request_id, result))
-
-        self.reader.pull(order, done)
+    def _follow(
+        self, holds: Sequence[Hold | Withdrawn], messages: dict[Session, list[TokenEvent]]
+    ) -> dict[RequestId, Ticket]:
+        complete: dict[RequestId, Ticket] = {}
+        for hold in holds:
+            if isinstance(hold, Withdrawn):
+                self.holder.withdraw(hold.request_id)
+                continue
+            session = self._owners.get(hold.request_id)
+            ticket = self.holder.follow(hold, session)
+            if ticket is not None and hold.next_token is not None:
+                complete[hold.request_id] = ticket
+            elif ticket is not None and session is not None:
+                messages[session].append(TokenEvent(request_id=hold.request_id, ticket=ticket))
+        return complete
 
     # ---- what gateways say
 
@@ -225,6 +242,7 @@ class SimEngine:
 
     def _stop_request(self, request_id: RequestId) -> None:
         self._forget(request_id)
+        self.holder.release_request(request_id)
         self._put(Cancel(request_id))
 
     def _expire(self, request_id: RequestId) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pd_service.engine.messages import Hold, PullOrder
+from pd_service.engine.messages import Hold, KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
 from pd_service.request import RequestId, Ticket
@@ -24,6 +24,32 @@ if TYPE_CHECKING:
     from tests.sim_engine import SimEngine
 
 
+class Opened:
+    """A ticket as one pull sees it."""
+
+    def __init__(self, lease_id: str, pull_id: int, hold: Hold) -> None:
+        self.lease_id, self.pull_id, self.hold = lease_id, pull_id, hold
+        self._failure: TransferFailed | None = None
+        self._changed = asyncio.Event()
+
+    def advance(self, hold: Hold) -> None:
+        self.hold = hold
+        self._changed.set()
+
+    def fail(self, error: TransferFailed) -> None:
+        self._failure = error
+        self._changed.set()
+
+    async def more_than(self, num_tokens: int) -> Hold:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self.hold.num_ready > num_tokens or self.hold.next_token is not None:
+                return self.hold
+            self._changed.clear()
+            await self._changed.wait()
+
+
 class Channel:
     """The reader's connection to one life of one holder."""
 
@@ -32,19 +58,31 @@ class Channel:
         self._holder = holder
         self._timeout_s = timeout_s
         self._answers: dict[tuple[str, str, int], asyncio.Future[Any]] = {}
+        self._opened: dict[tuple[str, int], Opened] = {}
         self._pull_ids = itertools.count(1)
         self.is_broken = False
         connection.on_cut(self._break)
         connection.on_cut(lambda: holder.forget(self))
 
-    async def open(self, lease_id: str) -> tuple[int, Hold]:
-        """The number of the pull that begins, and what the holder has under the ticket."""
+    async def open(self, lease_id: str) -> Opened:
         pull_id = next(self._pull_ids)
         try:
-            return pull_id, await self.ask("open", lease_id, pull_id)
+            opened: Opened = await self.ask("open", lease_id, pull_id)
         except (TransferFailed, asyncio.CancelledError):
-            self.tell("drop", lease_id, pull_id)
+            self.drop(lease_id, pull_id)
             raise
+        return opened
+
+    async def confirm(self, opened: Opened) -> bool:
+        try:
+            is_right: bool = await self.ask("confirm", opened.lease_id, opened.pull_id)
+        finally:
+            self._opened.pop((opened.lease_id, opened.pull_id), None)
+        return is_right
+
+    def drop(self, lease_id: str, pull_id: int) -> None:
+        self._opened.pop((lease_id, pull_id), None)
+        self.tell("drop", lease_id, pull_id)
 
     async def ask(self, kind: str, lease_id: str, pull_id: int) -> Any:
         if self.is_broken:
@@ -64,8 +102,16 @@ class Channel:
 
     def answered(self, kind: str, lease_id: str, pull_id: int, result: object) -> None:
         answer = self._answers.get((kind, lease_id, pull_id))
-        if answer is not None and not answer.done():
-            answer.set_result(result)
+        if answer is None or answer.done():
+            return
+        if isinstance(result, Hold):
+            result = self._opened[lease_id, pull_id] = Opened(lease_id, pull_id, result)
+        answer.set_result(result)
+
+    def progressed(self, lease_id: str, hold: Hold) -> None:
+        for (asked, _), opened in self._opened.items():
+            if asked == lease_id:
+                opened.advance(hold)
 
     def ended(self, lease_id: str) -> None:
         self._fail(TransferFailed("the lease has ended"), lease_id)
@@ -75,6 +121,9 @@ class Channel:
         self._fail(TransferFailed("the channel broke"), None)
 
     def _fail(self, error: TransferFailed, lease_id: str | None) -> None:
+        for (asked, _), opened in self._opened.items():
+            if lease_id in (None, asked):
+                opened.fail(error)
         for (_, asked, _), answer in self._answers.items():
             if lease_id in (None, asked) and not answer.done():
                 answer.set_exception(error)
@@ -84,7 +133,11 @@ class Channel:
 class _Held:
     hold: Hold
     owner: object
-    opened_by: set[Channel] = field(default_factory=set)
+    reading: dict[Pull, Channel] = field(default_factory=dict)
+
+    @property
+    def readers(self) -> list[Channel]:
+        return list(dict.fromkeys(self.reading.values()))
 
 
 class SimHolder:
@@ -93,6 +146,7 @@ class SimHolder:
         self._leases = LeaseTable(engine.settings.lease_s)
         self._release_blocks = release_blocks
         self._held: dict[str, _Held] = {}
+        self._computing: dict[RequestId, str] = {}
         self._num_tickets = 0
         self._timer: asyncio.TimerHandle | None = None
         self.ends: list[str] = []  # how each lease ended
@@ -100,14 +154,44 @@ class SimHolder:
     @property
     def num_leases(self) -> int:
         assert len(self._leases) == len(self._held)
-        return len(self._held)
+        return len(self._held) + len(self._computing)
 
-    def hold(self, hold: Hold, owner: object) -> Ticket:
+    def follow(self, hold: Hold, owner: object | None) -> Ticket | None:
+        is_new, is_complete = hold.request_id not in self._computing, hold.next_token is not None
+        if is_new and owner is not None:
+            self._open_lease(hold, owner)
+        lease_id = self._computing.get(hold.request_id, "")
+        if is_complete:
+            self._computing.pop(hold.request_id, None)
+        if lease_id not in self._held:
+            if is_complete:
+                self._release_blocks(hold.request_id)
+            return None
+        self._advance(lease_id, hold)
+        return self._ticket(lease_id, hold) if is_new or is_complete else None
+
+    def withdraw(self, request_id: RequestId) -> None:
+        lease_id = self._computing.pop(request_id, None)
+        if lease_id is not None:
+            self.release(lease_id)
+
+    def _open_lease(self, hold: Hold, owner: object) -> None:
         self._num_tickets += 1
         lease_id = f"{self._engine.incarnation}-{self._num_tickets}"
-        self._leases.open(lease_id, now())
+        self._leases.open(lease_id)
         self._held[lease_id] = _Held(hold, owner)
-        self._set_timer()
+        self._computing[hold.request_id] = lease_id
+
+    def _advance(self, lease_id: str, hold: Hold) -> None:
+        held = self._held[lease_id]
+        held.hold = hold
+        if hold.next_token is not None:
+            self._leases.complete(lease_id, now())
+            self._set_timer()
+        for channel in held.readers:
+            channel.connection.down.send(channel.progressed, lease_id, hold)
+
+    def _ticket(self, lease_id: str, hold: Hold) -> Ticket:
         return Ticket(
             address=self._engine.engine_id,
             incarnation=self._engine.incarnation,
@@ -128,7 +212,7 @@ class SimHolder:
 
     def forget(self, channel: Channel) -> None:
         for held in self._held.values():
-            held.opened_by.discard(channel)
+            held.reading = {pull: reader for pull, reader in held.reading.items() if reader is not channel}
         for lease_id, state in self._leases.lose(channel, now()).items():
             self._end(lease_id, state)
 
@@ -143,23 +227,27 @@ class SimHolder:
             "confirm": self._leases.confirm,
             "drop": self._leases.drop,
         }
-        state = on_event[kind](lease_id, Pull(channel, pull_id), now())
+        pull = Pull(channel, pull_id)
+        state = on_event[kind](lease_id, pull, now())
+        if state is not None and kind in ("confirm", "drop"):
+            self._held[lease_id].reading.pop(pull, None)
         if state is not None and state in ENDED:
             self._end(lease_id, state)
         if kind == "confirm":
             channel.connection.down.send(channel.answered, kind, lease_id, pull_id, state is not None)
         elif kind == "open" and state is not None:
-            self._held[lease_id].opened_by.add(channel)
+            self._held[lease_id].reading[pull] = channel
             channel.connection.down.send(channel.answered, kind, lease_id, pull_id, self._held[lease_id].hold)
         elif kind in ("open", "renew") and not self._leases.is_live(lease_id, now()):
             channel.connection.down.send(channel.ended, lease_id)
 
     def _end(self, lease_id: str, state: LeaseState) -> None:
         held = self._held.pop(lease_id)
-        self.ends.append(state.value)
-        for channel in held.opened_by if state is not LeaseState.CONFIRMED else ():
+        self.ends.append(state.value if held.hold.next_token is not None else "withdrawn")
+        for channel in held.readers:
             channel.connection.down.send(channel.ended, lease_id)
-        self._release_blocks(held.hold.request_id)
+        if held.hold.next_token is not None:
+            self._release_blocks(held.hold.request_id)
 
     def _set_timer(self) -> None:
         deadline = self._leases.next_deadline()
@@ -180,23 +268,37 @@ class SimHolder:
 class _Claim:
     """A ticket in use by one request: opened at once, renewed until the pull has ended."""
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Channel, int, Hold]], lease_s: float) -> None:
+    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Channel, Opened]], lease_s: float) -> None:
         self.ticket = ticket
         self.opening = opening
         self._lease_s = lease_s
         self._renewal: asyncio.TimerHandle | None = None
         self._has_ended = False
+        self._is_abandoned = False
         opening.add_done_callback(self._keep)
 
-    def _keep(self, opening: asyncio.Task[tuple[Channel, int, Hold]]) -> None:
-        if not opening.cancelled() and opening.exception() is None and not self._has_ended:
+    def _keep(self, opening: asyncio.Task[tuple[Channel, Opened]]) -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            return
+        if self._is_abandoned:
+            self._fail()
+        if not self._has_ended:
             self._schedule()
+
+    def abandon(self) -> None:
+        self._is_abandoned = True
+        if self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None:
+            self._fail()
+
+    def _fail(self) -> None:
+        self.opening.result()[1].fail(TransferFailed("the request was cancelled"))
 
     def _schedule(self) -> None:
         self._renewal = asyncio.get_running_loop().call_later(self._lease_s / 3, self._renew)
 
     def _renew(self) -> None:
-        self._tell("renew")
+        channel, opened = self.opening.result()
+        channel.tell("renew", opened.lease_id, opened.pull_id)
         self._schedule()
 
     def end(self, *, dropped: bool) -> None:
@@ -206,19 +308,18 @@ class _Claim:
         if not self.opening.done():
             self.opening.cancel()
         elif dropped and not self.opening.cancelled() and self.opening.exception() is None:
-            self._tell("drop")
-
-    def _tell(self, kind: str) -> None:
-        channel, pull_id, _ = self.opening.result()
-        channel.tell(kind, self.ticket.lease_id, pull_id)
+            channel, opened = self.opening.result()
+            channel.drop(opened.lease_id, opened.pull_id)
 
 
 class SimReader:
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
         self._channels: dict[tuple[str, str], Channel] = {}
+        self.num_early_reads = 0  # that ended while the holder still computed, or may have
         self._claims: dict[RequestId, _Claim] = {}
         self._pulls: set[asyncio.Task[None]] = set()
+        self._pulling: dict[RequestId, _Claim] = {}
 
     @property
     def num_open(self) -> int:
@@ -236,50 +337,69 @@ class SimReader:
         claim = self._claims.pop(request_id, None)
         if claim is not None:
             claim.end(dropped=True)
+        if request_id in self._pulling:
+            self._pulling[request_id].abandon()
 
-    def pull(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
-        task = self._engine.start(self._pull_and_tell(order, done))
+    def pull(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
+        task = self._engine.start(self._pull_and_tell(order, tell))
         self._pulls.add(task)
         task.add_done_callback(self._pulls.discard)
 
-    async def _pull_and_tell(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
+    async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
-        result: PullStats | Exception = TransferFailed("the request was cancelled before its pull")
+        result: KvArrived | None = None
+        error = TransferFailed("the request was cancelled before its pull")
         try:
             if claim is not None:
+                self._pulling[order.request_id] = claim
                 result = await self._pull(order, claim)
-        except TransferFailed as error:
-            result = error
+        except TransferFailed as failure:
+            error = failure
         finally:
             if claim is not None:
-                claim.end(dropped=isinstance(result, Exception))
-        done(result)
+                del self._pulling[order.request_id]
+                claim.end(dropped=result is None)
+        tell(result or KvFailed(order.request_id, error))
 
-    async def _pull(self, order: PullOrder, claim: _Claim) -> PullStats:
+    async def _pull(self, order: PullOrder, claim: _Claim) -> KvArrived:
         started_at = now()
-        channel, pull_id, hold = await asyncio.shield(claim.opening)
+        channel, opened = await asyncio.shield(claim.opening)
+        hold = opened.hold
         if (hold.token_digest, hold.num_tokens) != (order.ticket.token_digest, order.ticket.num_tokens):
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
         reading_at = now()
-        await self._read(order, hold)
+        hold = await self._read_all(order, opened)
         read_at = now()
-        if not self._engine.settings.skips_confirm and not await channel.ask("confirm", claim.ticket.lease_id, pull_id):
+        if not self._engine.settings.skips_confirm and not await channel.confirm(opened):
             raise TransferFailed("the holder says that the lease ended before the pull did")
-        return PullStats(
+        stats = PullStats(
             received_ms=(read_at - started_at) * 1e3,
             wire_ms=(read_at - reading_at) * 1e3,
             confirm_ms=(now() - read_at) * 1e3,
             kv_bytes=hold.num_tokens,
             plane="sim",
         )
+        assert hold.next_token is not None
+        return KvArrived(order.request_id, stats, hold.next_token)
 
-    async def _read(self, order: PullOrder, hold: Hold) -> None:
+    async def _read_all(self, order: PullOrder, opened: Opened) -> Hold:
+        num_read, first = order.first_token, dict.fromkeys(order.tables, order.first_token)
+        while True:
+            hold = await opened.more_than(num_read)
+            await self._read(order, hold, first)
+            if hold.next_token is not None:
+                return hold
+            self.num_early_reads += 1
+            num_read = hold.num_ready
+            first |= dict.fromkeys(hold.tables, num_read)
+
+    async def _read(self, order: PullOrder, hold: Hold, first: dict[str, int]) -> None:
         """Copies block by block, paired by logical index; like a plane's own, its time limit ends it for good."""
-        engine = self._engine
+        engine, size = self._engine, self._engine.settings.block_size
         deadline = now() + engine.settings.pull_timeout_s
-        first = order.first_token // engine.settings.block_size
-        for attn_type, table in order.tables.items():
-            for source, target in zip(hold.tables[attn_type][first:], table[first:], strict=False):
+        for attn_type, table in hold.tables.items():
+            blocks = slice(first[attn_type] // size, -(-hold.num_ready // size))
+            for source, target in zip(table[blocks], order.tables[attn_type][blocks], strict=True):
                 if not source or not target:
                     continue
                 await asyncio.sleep(min(engine.cluster.copy_time_s(), deadline - now()))
@@ -290,9 +410,9 @@ class SimReader:
                     raise TransferFailed("nothing answers at the holder's address")
                 engine.cache.write_block(attn_type, target, holder.cache.read_block(attn_type, source))
 
-    async def _open(self, ticket: Ticket) -> tuple[Channel, int, Hold]:
+    async def _open(self, ticket: Ticket) -> tuple[Channel, Opened]:
         channel = await self._channel(ticket)
-        return channel, *await channel.open(ticket.lease_id)
+        return channel, await channel.open(ticket.lease_id)
 
     async def _channel(self, ticket: Ticket) -> Channel:
         """The channel to this life of the holder, made on first use and again after it was lost."""

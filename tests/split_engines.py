@@ -111,7 +111,8 @@ class Split:
         check_same_kv(self.prefill, self.decode, hold, order)
         self.pulled_bytes[request_id] = runs.num_bytes
         self.prefill.core.handle(ReleaseHeld(request_id), 0.0)
-        self.decode.core.handle(KvArrived(request_id, PullStats(kv_bytes=runs.num_bytes)), 0.0)
+        assert hold.next_token is not None
+        self.decode.core.handle(KvArrived(request_id, PullStats(kv_bytes=runs.num_bytes), hold.next_token), 0.0)
 
     def hand_over(self, request: EngineRequest) -> None:
         """Prompt and pull; the request then runs on the decode engine."""

@@ -252,7 +252,8 @@ class Lives:
         check_same_kv(self._split.prefill, self._split.decode, pull.hold, pull.order)
         self.seen["pulled"] += 1
         self._give_back(request_id)
-        self._inbox[self._split.decode].append(KvArrived(request_id, PullStats()))
+        assert pull.hold.next_token is not None
+        self._inbox[self._split.decode].append(KvArrived(request_id, PullStats(), pull.hold.next_token))
 
     def _fail(self, request_id: RequestId, why: str) -> None:
         self.seen[why] += 1

@@ -19,7 +19,7 @@ from kv_cache import calculate_block_num
 from kv_cache.cache_utils import calculate_fixed_block_memory_bytes
 from pd_service.config import EngineConfig, EngineSettings, SpeculativeSettings
 from pd_service.engine.execution_engine import ExecutionEngine
-from pd_service.engine.messages import Hold, Message, PullOrder, Submit
+from pd_service.engine.messages import Hold, Message, PullOrder, Submit, Withdrawn
 from pd_service.models.config import fingerprint, load_model_config
 from pd_service.models.loader import build_model
 from pd_service.node.engine_layout import describe_layout
@@ -81,7 +81,7 @@ class Shape:
 
 class SteppedEngine:
     """`tokens` of each request so far, and of each event (guesses verified, tokens); `finish` or `errors` of those that
-    have ended; `holds` and `pulls` that nobody has answered yet."""
+    have ended; `holds` and `pulls` that nobody has answered yet; `computing` is how far the prompts have come."""
 
     def __init__(self, model_dir: Path, shape: Shape) -> None:
         self.core = ExecutionEngine(shape.config(model_dir))
@@ -95,6 +95,7 @@ class SteppedEngine:
         self.verified: dict[RequestId, list[tuple[int, int]]] = defaultdict(list)
         self.finish: dict[RequestId, FinishReason] = {}
         self.errors: dict[RequestId, Exception] = {}
+        self.computing: dict[RequestId, Hold] = {}
         self.holds: dict[RequestId, Hold] = {}
         self.pulls: dict[RequestId, PullOrder] = {}
 
@@ -122,7 +123,14 @@ class SteppedEngine:
                 self.finish[event.request_id] = event.finish
             if event.error is not None:
                 self.errors[event.request_id] = event.error
-        self.holds |= output.holds
+        for hold in output.holds:
+            if isinstance(hold, Withdrawn):
+                del self.computing[hold.request_id]
+            elif hold.next_token is None:
+                self.computing[hold.request_id] = hold
+            else:
+                self.computing.pop(hold.request_id, None)
+                self.holds[hold.request_id] = hold
         self.pulls |= {order.request_id: order for order in output.pulls}
 
     def step_until(self, condition: Callable[[], bool]) -> None:

@@ -15,13 +15,16 @@ HAPPENS = {
     "cancelled receiving": 1,
     "cancelled running": 5,
     "cancelled waiting": 5,
+    "early pulls": 10,
     "failed pulls": 10,
     "failed steps": 10,
+    "followed": 10,
     "leases": 10,
     "left out": 10,
     "preemptions": 10,
     "pulls": 10,
     "right guesses": 100,
+    "withdrawn": 10,
     "wrong guesses": 100,
 }  # at least so often, so that the laws were tried
 

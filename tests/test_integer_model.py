@@ -169,7 +169,7 @@ def test_blocks_that_are_read_too_late_are_seen(model_dirs: dict[Attention, Path
     for i in range(8):  # others write where the prompt was
         split.prefill.run(new_request(f"next-{i}", tuple(range(400 + 40 * i, 440 + 40 * i)), 2))
     read(split.prefill, split.decode, plan_pull(split.prefill, split.decode, hold, order))
-    split.decode.step(KvArrived(NAME, PullStats()))
+    split.decode.step(KvArrived(NAME, PullStats(), 0))
     split.decode.step_until(lambda: NAME in split.decode.finish)
     assert split.output(NAME) != continuation(attention, PROMPT, 8)
 
@@ -179,7 +179,7 @@ def test_kv_that_never_came_is_an_error(model_dirs: dict[Attention, Path], atten
     split = Split(model_dirs[attention], Shape(), Shape())
     split.decode.step(Submit(split.compute_prompt(new_request(NAME, PROMPT, 8))))
     with pytest.raises(UnwrittenRead, match="never written"):
-        split.decode.step(KvArrived(NAME, PullStats()))
+        split.decode.step(KvArrived(NAME, PullStats(), 0))
 
 
 @pytest.mark.parametrize("attention", VARIANTS)

@@ -261,9 +261,10 @@ def test_a_gateway_that_vanishes_leaves_no_request_and_no_ticket(tiny_model_dir:
                 )  # fmt: skip
                 await stream.write(engine_pb2.GatewayMessage(submit=submit))
                 events = [e for message in [await stream.read()] for e in message.events.events]
-                while not events:
-                    events = list((await stream.read()).events.events)
-                assert events[0].finish == "prefilled"
+                while not events or not events[-1].finish:
+                    events += (await stream.read()).events.events
+                assert events[-1].finish == "prefilled"
+                assert {event.ticket.lease_id for event in events} == {events[0].ticket.lease_id}
                 assert (await cluster.status("prefill/0")).leases == 1
             await cluster.wait_until_empty()
 

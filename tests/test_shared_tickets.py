@@ -57,7 +57,7 @@ def with_held(model_dir: Path, num_decode: int, scenario: Callable[[Held], Await
     async def run() -> None:
         async with local_cluster(model_dir, decode=num_decode) as cluster:
             (engine,) = cluster.directory.ready("prefill")
-            (event,) = [event async for event in engine.run(request("p", PROMPT), None)]
+            *_, event = [event async for event in engine.run(request("p", PROMPT), None)]
             assert event.ticket is not None
             readers = [node._reader for name, node in sorted(cluster.nodes.items()) if cluster.roles[name] == "decode"]
             peers = [await reader._peer(event.ticket.address, event.ticket.incarnation) for reader in readers]

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 from hypothesis import strategies as st
@@ -28,10 +30,16 @@ X, Y = Pull("x", 1), Pull("y", 1)
 PULL_EVENTS = ("read_opened", "renew", "confirm", "drop")
 
 
+def hold(table: LeaseTable, lease_id: str, now: float) -> None:
+    """A lease whose tokens are all there."""
+    table.open(lease_id)
+    assert table.complete(lease_id, now) is LeaseState.HELD
+
+
 def opened_by(*pulls: Pull) -> LeaseTable:
-    """Lease "a" at time 0."""
+    """Lease "a", complete at time 0."""
     table = LeaseTable(LEASE_S)
-    table.open("a", 0.0)
+    hold(table, "a", 0.0)
     for pull in pulls:
         assert table.read_opened("a", pull, 0.0)
     return table
@@ -54,10 +62,62 @@ def test_the_table_ends_in_ended_states_and_never_leaves_them() -> None:
                 next_state(state, event)
 
 
-def test_every_live_state_can_be_released_and_expires() -> None:
+def test_every_live_state_can_be_released_and_expires_once_it_is_complete() -> None:
     for state in set(LeaseState) - ENDED:
         assert next_state(state, LeaseEvent.RELEASE) is LeaseState.RELEASED
-        assert next_state(state, LeaseEvent.EXPIRE) is LeaseState.EXPIRED
+        if state is not LeaseState.COMPUTING:
+            assert next_state(state, LeaseEvent.EXPIRE) is LeaseState.EXPIRED
+
+
+# ---- while its tokens are computed
+
+
+def computed_for(*pulls: Pull) -> LeaseTable:
+    """Lease "a", not complete."""
+    table = LeaseTable(LEASE_S)
+    table.open("a")
+    for pull in pulls:
+        assert table.read_opened("a", pull, 0.0) is LeaseState.COMPUTING
+    return table
+
+
+def test_what_is_computed_has_no_time_limit_until_it_is_complete() -> None:
+    table = computed_for(X)
+    assert table.next_deadline() is None
+    assert table.renew("a", X, 5.0) is LeaseState.COMPUTING
+    assert table.sweep(1e9) == []
+    assert table.next_deadline() is None
+    assert table.complete("a", 2e9) is LeaseState.READING
+    assert table.next_deadline() == 2e9 + LEASE_S
+
+
+def test_nothing_is_confirmed_before_it_is_complete() -> None:
+    table = computed_for(X, Y)
+    assert table.confirm("a", X, 1.0) is None
+    assert table.complete("a", 2.0) is LeaseState.READING
+    assert table.confirm("a", X, 3.0) is LeaseState.SHARED
+    assert table.confirm("a", Y, 3.0) is LeaseState.CONFIRMED
+
+
+@pytest.mark.parametrize("leave", [lambda table: table.drop("a", X, 1.0), lambda table: table.lose("x", 1.0)])
+def test_a_computation_outlives_its_readers(leave: Callable[[LeaseTable], object]) -> None:
+    """A decode engine that was full or died costs no second prefill."""
+    table = computed_for(X)
+    assert leave(table) in (LeaseState.COMPUTING, {})
+    assert table.read_opened("a", X, 2.0) is None
+    assert table.complete("a", 3.0) is LeaseState.HELD
+    assert table.read_opened("a", Y, 4.0) is LeaseState.READING
+
+
+def test_a_lease_is_completed_once_and_only_while_it_lives() -> None:
+    table = computed_for()
+    assert table.complete("b", 1.0) is None
+    assert table.complete("a", 1.0) is LeaseState.HELD
+    assert table.complete("a", 2.0) is None
+    assert table.next_deadline() == 1.0 + LEASE_S
+    table = computed_for(X)
+    assert table.release("a", 1.0) is LeaseState.RELEASED
+    assert table.complete("a", 1.0) is None
 
 
 # ---- time
@@ -101,7 +161,7 @@ def test_only_a_pull_that_reads_can_extend_a_lease() -> None:
 def test_a_sweep_ends_every_lease_whose_time_has_passed_and_no_other() -> None:
     table = LeaseTable(LEASE_S)
     for i in range(5):
-        table.open(f"l{i}", float(i))
+        hold(table, f"l{i}", float(i))
     assert table.read_opened("l0", X, 4.0)
     assert table.sweep(12.0) == ["l1", "l2"]
     assert table.next_deadline() == 13.0
@@ -138,7 +198,7 @@ def test_a_lost_reader_ends_what_it_alone_reads_and_nothing_of_others() -> None:
     table = LeaseTable(LEASE_S)
     readers = {"alone": [X, Pull("x", 2)], "both": [X, Y], "other": [Y], "nobody": [], "used": [X, Pull("y", 2)]}
     for lease_id, pulls in readers.items():
-        table.open(lease_id, 0.0)
+        hold(table, lease_id, 0.0)
         for pull in pulls:
             table.read_opened(lease_id, pull, 0.0)
     assert table.confirm("used", Pull("y", 2), 1.0) is LeaseState.SHARED
@@ -173,14 +233,15 @@ def test_a_confirm_without_an_opening_ends_nothing() -> None:
 @pytest.mark.parametrize("now", [1.0, 10.0, 50.0])
 def test_a_collision_is_refused_and_leaves_the_first_untouched(now: float) -> None:
     table = opened_by()
+    assert table.is_live("a", now) is (now < LEASE_S)
     with pytest.raises(ValueError, match="lease 'a' exists already"):
-        table.open("a", now)
+        table.open("a")
     assert (len(table), table.next_deadline()) == (1, LEASE_S)
 
 
 def test_empty_ids_and_lease_times_are_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
-        LeaseTable(LEASE_S).open("", 0.0)
+        LeaseTable(LEASE_S).open("")
     for lease_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="lease_s must be above 0"):
             LeaseTable(lease_s)
@@ -188,7 +249,7 @@ def test_empty_ids_and_lease_times_are_refused() -> None:
 
 def test_ids_are_compared_exactly() -> None:
     table = LeaseTable(LEASE_S)
-    table.open("req-10", 0.0)
+    table.open("req-10")
     assert not table.release("req-1", 0.0)
     assert "req-10" in table
     assert "req-1" not in table
@@ -202,7 +263,7 @@ class Known:
     """A lease as the model remembers it, and the block that is its alone until it ends."""
 
     block: int
-    deadline: float
+    deadline: float = inf
     reading: set[Pull] = field(default_factory=set)
     over: set[Pull] = field(default_factory=set)
     is_used: bool = False
@@ -233,8 +294,19 @@ class Leases(RuleBasedStateMachine):
     def open(self) -> None:
         if self.free:
             self.num_opened += 1
-            self.table.open(f"l{self.num_opened}", self.now)
-            self.live[f"l{self.num_opened}"] = Known(self.free.pop(), self.now + LEASE_S)
+            self.table.open(f"l{self.num_opened}")
+            self.live[f"l{self.num_opened}"] = Known(self.free.pop())
+
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        lease_id = data.draw(st.sampled_from([f"l{i}" for i in range(self.num_opened + 1)]))
+        known = self.live.get(lease_id)
+        state = self.table.complete(lease_id, self.now)
+        if known is None or known.deadline < inf:
+            assert state is None
+        else:
+            known.deadline = self.now + LEASE_S
+            assert state is self.state_of(known)
 
     @rule(data=st.data(), name=st.sampled_from(PULL_EVENTS), reader=st.sampled_from("xyz"), number=st.integers(1, 3))
     def say(self, data: st.DataObject, name: str, reader: str, number: int) -> None:
@@ -243,6 +315,8 @@ class Leases(RuleBasedStateMachine):
         state = getattr(self.table, name)(lease_id, pull, self.now)
         known = before if before is not None and self.now < before.deadline else None
         expected = known is not None and (pull not in known.over if name == "read_opened" else pull in known.reading)
+        if known is not None and known.deadline == inf and name == "confirm":
+            expected = False
         assert (state is not None) is expected
         if known is not None and expected:
             self.said(lease_id, known, name, pull)
@@ -251,7 +325,8 @@ class Leases(RuleBasedStateMachine):
     def said(self, lease_id: str, known: Known, name: str, pull: Pull) -> None:
         if name in ("read_opened", "renew"):
             known.reading.add(pull)
-            known.deadline = self.now + LEASE_S
+            if known.deadline < inf:
+                known.deadline = self.now + LEASE_S
             return
         known.reading.discard(pull)
         known.over.add(pull)
@@ -260,6 +335,8 @@ class Leases(RuleBasedStateMachine):
             self.end(lease_id)
 
     def state_of(self, known: Known) -> LeaseState:
+        if known.deadline == inf:
+            return LeaseState.COMPUTING
         if known.reading:
             return LeaseState.SHARED if known.is_used else LeaseState.READING
         return LeaseState.CONFIRMED if known.is_used else LeaseState.HELD
@@ -277,7 +354,7 @@ class Leases(RuleBasedStateMachine):
             if lost and self.now < known.deadline:
                 known.reading -= lost
                 known.over |= lost
-                if not known.reading:
+                if not known.reading and known.deadline < inf:
                     expected[lease_id] = LeaseState.CONFIRMED if known.is_used else LeaseState.RELEASED
                     self.end(lease_id)
         assert self.table.lose(reader, self.now) == expected
@@ -302,10 +379,15 @@ class Leases(RuleBasedStateMachine):
     def only_live_leases_are_kept(self) -> None:
         assert len(self.table) == len(self.live)
         assert all(lease_id in self.table for lease_id in self.live)
-        assert self.table.next_deadline() == min((known.deadline for known in self.live.values()), default=None)
+        deadline = min((known.deadline for known in self.live.values()), default=inf)
+        assert self.table.next_deadline() == (None if deadline == inf else deadline)
 
     def teardown(self) -> None:
-        """Nothing but time passes."""
+        """Nothing happens but that computations end and time passes."""
+        for lease_id, known in self.live.items():
+            if known.deadline == inf:
+                assert self.table.complete(lease_id, self.now)
+                known.deadline = self.now + LEASE_S
         self.now = max([self.now, *(known.deadline for known in self.live.values())])
         self.sweep()
         assert len(self.table) == 0

@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from tests.lease_world import FREE, LEASE_S, LeaseWorld, Move, Reading
+from tests.lease_world import FREE, HALF, LEASE_S, LeaseWorld, Move, Reading
 from transfer.lease import LeaseState, Pull
 
 X, Y, X_AGAIN = Pull("x", 1), Pull("y", 1), Pull("x", 2)
@@ -59,8 +59,11 @@ def explore(name: str) -> frozenset[LeaseWorld]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_every_world_time_alone_ends_every_lease_and_brings_every_block_back(name: str) -> None:
-    """And on the way there no block was given to two, no late message did anything, and no wrong KV was confirmed."""
+    """Time, and the end of each computation. And on the way there no block was given to two, no late message did
+    anything, and no wrong KV was confirmed."""
     for world in explore(name):
+        for lease_id in world.computing:
+            world = world.apply(Move("complete", what=lease_id))
         silent = replace(world, now=world.now + 2 * LEASE_S).apply(Move("sweep"))
         assert silent.table == ()
         assert set(silent.owners) == {FREE}
@@ -69,11 +72,19 @@ def test_in_every_world_time_alone_ends_every_lease_and_brings_every_block_back(
 SIGHTS: dict[str, Callable[[LeaseWorld], bool]] = {
     "a reader is done while another reads": lambda w: any(state is LeaseState.SHARED for _, state, *_ in w.table),
     "a read of a block that has another lease's KV by now": lambda w: any(
-        reading.block is not None and w.contents[reading.block] != reading.lease_id for _, reading in w.pulls
+        reading.block is not None and w.contents[reading.block] not in (reading.lease_id, HALF + reading.lease_id)
+        for _, reading in w.pulls
     ),
-    "wrong KV at a reader": lambda w: any(r.content is not None and r.content != r.lease_id for _, r in w.pulls),
+    "wrong KV at a reader": lambda w: any(r.content not in (None, r.lease_id, HALF + r.lease_id) for _, r in w.pulls),
     "a lease over its time and not swept": lambda w: any(deadline <= w.now for _, _, deadline, *_ in w.table),
     "a dropped ticket that is held on": lambda w: any(s is LeaseState.HELD and over for _, s, _, _, over in w.table),
+    "a read of what is half computed": lambda w: any(
+        reading.content == HALF + reading.lease_id for _, reading in w.pulls if reading.lease_id
+    ),
+    "a ticket given back while its request computes": lambda w: any(
+        lease_id not in [key for key, *_ in w.table] for lease_id in w.computing
+    ),
+    "a reader waits for the rest": lambda w: any(s is LeaseState.COMPUTING and r for _, s, _, r, _ in w.table),
     "a lost reader": lambda w: bool(w.forgotten and w.table),
 }
 

@@ -1,17 +1,23 @@
 """Time limits on the right to read blocks: a pure state machine, no clock, no I/O.
 
-A lease can have several readers, each with one or more pulls. It ends when every pull that was opened has been
-confirmed or dropped and one of them was confirmed; a ticket that all have dropped is good for another reader:
+A lease begins when its first tokens are about to be computed, so that readers can follow. It can have several readers,
+each with one or more pulls. It ends when every pull that was opened has been confirmed or dropped and one of them was
+confirmed; a ticket that all have dropped is good for another reader:
 
-                 open_read                 confirm
-    open ► HELD ──────────► READING ────────────────────► SHARED     a reader is done, others still read
+    open ► COMPUTING ──────────────┐ complete_read
+            │ complete             │
+            ▼    open_read         ▼       confirm
+           HELD ──────────► READING ────────────────────► SHARED     a reader is done, others still read
             │ ◄────────────  │  │                          │  │
             │   last_drop    │  └──── last_confirm ──┐     │  │
             │                │                       ▼     │  │
             │                │                   CONFIRMED ◄──┘ last_confirm, last_drop, last_lost
             │ release        │ release, last_lost          │ release
             └────────────────┴────────► RELEASED ◄─────────┘
-    expire leads from each of the three to EXPIRED; renew, open_read and drop leave READING and SHARED as they are
+    expire leads from each of these three to EXPIRED; renew, open_read and drop leave READING and SHARED as they are
+
+COMPUTING has no time limit, since the computation ends in any case; nothing can be confirmed in it, release ends it as
+well, and whatever readers do leaves it as it is.
 
 The holder of the blocks owns one `LeaseTable`. What always holds: a lease ends exactly once; a lease whose time has
 passed has ended for every call, swept or not; a pull is confirmed or dropped once; nothing said about an ended or
@@ -24,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import NamedTuple
 
 
@@ -35,6 +42,7 @@ class Pull(NamedTuple):
 
 
 class LeaseState(Enum):
+    COMPUTING = "computing"  # not all of the tokens are there yet; some pulls may read those that are
     HELD = "held"  # nobody reads, and nobody has confirmed
     READING = "reading"  # at least one pull was given the blocks, none is confirmed
     SHARED = "shared"  # at least one pull is confirmed, at least one still reads
@@ -44,6 +52,8 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
+    COMPLETE = "complete"  # every token is there, and nobody reads
+    COMPLETE_READ = "complete_read"  # every token is there, and somebody reads
     OPEN_READ = "open_read"
     RENEW = "renew"
     CONFIRM = "confirm"
@@ -56,6 +66,14 @@ class LeaseEvent(Enum):
 
 
 TRANSITIONS: dict[tuple[LeaseState, LeaseEvent], LeaseState] = {
+    (LeaseState.COMPUTING, LeaseEvent.COMPLETE): LeaseState.HELD,
+    (LeaseState.COMPUTING, LeaseEvent.COMPLETE_READ): LeaseState.READING,
+    (LeaseState.COMPUTING, LeaseEvent.OPEN_READ): LeaseState.COMPUTING,
+    (LeaseState.COMPUTING, LeaseEvent.RENEW): LeaseState.COMPUTING,
+    (LeaseState.COMPUTING, LeaseEvent.DROP): LeaseState.COMPUTING,
+    (LeaseState.COMPUTING, LeaseEvent.LAST_DROP): LeaseState.COMPUTING,
+    (LeaseState.COMPUTING, LeaseEvent.LAST_LOST): LeaseState.COMPUTING,  # who computes does not need a reader
+    (LeaseState.COMPUTING, LeaseEvent.RELEASE): LeaseState.RELEASED,
     (LeaseState.HELD, LeaseEvent.OPEN_READ): LeaseState.READING,
     (LeaseState.HELD, LeaseEvent.RELEASE): LeaseState.RELEASED,
     (LeaseState.HELD, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
@@ -97,8 +115,8 @@ def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
 class _Lease:
     """`reading` and `over` are disjoint; HELD has nothing in `reading`, READING and SHARED have something."""
 
-    deadline: float
-    state: LeaseState = LeaseState.HELD
+    deadline: float = inf  # in COMPUTING, and in no other state
+    state: LeaseState = LeaseState.COMPUTING
     reading: set[Pull] = field(default_factory=set)
     over: set[Pull] = field(default_factory=set)  # confirmed, dropped or lost: a late message must not bring them back
 
@@ -107,8 +125,8 @@ class LeaseTable:
     """The live leases of one holder.
 
     `now` is in seconds on one clock; a reading older than one seen before counts as that one, so that a lease once
-    over its time stays over it. A lease lives in [opened or extended, + lease_s). Each event returns the state the
-    lease is in after it, one of `ENDED` if it ended with it, or None: refused, nothing has changed.
+    over its time stays over it. A complete lease lives in [completed or extended, + lease_s). Each event returns the
+    state the lease is in after it, one of `ENDED` if it ended with it, or None: refused, nothing has changed.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -128,14 +146,24 @@ class LeaseTable:
     def is_live(self, lease_id: str, now: float) -> bool:
         return self._find_live(lease_id, now) is not None
 
-    def open(self, lease_id: str, now: float) -> None:
-        """Starts a lease. Raises ValueError, with the first lease untouched, when the id is empty or in use."""
-        now = self._time(now)
+    def open(self, lease_id: str) -> None:
+        """Starts a lease on what is about to be computed, without a time limit until that is complete.
+
+        Raises ValueError, with the first lease untouched, when the id is empty or in use.
+        """
         if not lease_id:
             raise ValueError("a lease id must not be empty")
         if lease_id in self._leases:
             raise ValueError(f"lease {lease_id!r} exists already")
-        self._leases[lease_id] = _Lease(now + self._lease_s)
+        self._leases[lease_id] = _Lease()
+
+    def complete(self, lease_id: str, now: float) -> LeaseState | None:
+        """Every token is there: from now on pulls can be confirmed, and the lease has a time limit."""
+        lease = self._find_live(lease_id, now)
+        if lease is None or lease.state is not LeaseState.COMPUTING:
+            return None
+        lease.deadline = self._latest + self._lease_s
+        return self._take(lease_id, lease, LeaseEvent.COMPLETE_READ if lease.reading else LeaseEvent.COMPLETE)
 
     def read_opened(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
         """A reader is about to learn the blocks: extends the lease and lets this pull be confirmed.
@@ -146,23 +174,22 @@ class LeaseTable:
         if lease is None or pull in lease.over:
             return None
         lease.reading.add(pull)
-        lease.deadline = self._latest + self._lease_s
-        return self._take(lease_id, lease, LeaseEvent.OPEN_READ)
+        return self._extend(lease_id, lease, LeaseEvent.OPEN_READ)
 
     def renew(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
         """The pull still waits or reads: extends the lease to `now + lease_s`."""
         lease = self._find_reading(lease_id, pull, now)
-        if lease is None:
-            return None
-        lease.deadline = self._latest + self._lease_s
-        return self._take(lease_id, lease, LeaseEvent.RENEW)
+        return None if lease is None else self._extend(lease_id, lease, LeaseEvent.RENEW)
 
     def confirm(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
         """A state exactly if the lease was valid from the opening of this pull until now: what was read is right.
 
         The lease goes on for the other pulls that read, and ends with the last. A pull that never opened the ticket,
-        or is over, gets None and ends nothing.
+        is over, or has not waited for the last token, gets None and ends nothing.
         """
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.state is LeaseState.COMPUTING:
+            return None
         return self._leave(lease_id, pull, now, LeaseEvent.CONFIRM, LeaseEvent.LAST_CONFIRM)
 
     def drop(self, lease_id: str, pull: Pull, now: float) -> LeaseState | None:
@@ -193,8 +220,14 @@ class LeaseTable:
         return [lease_id for lease_id, _ in over]
 
     def next_deadline(self) -> float | None:
-        """When `sweep` will next have something to do; None without leases."""
-        return min((lease.deadline for lease in self._leases.values()), default=None)
+        """When `sweep` will next have something to do; None without leases that have a time limit."""
+        deadline = min((lease.deadline for lease in self._leases.values()), default=inf)
+        return None if deadline == inf else deadline
+
+    def _extend(self, lease_id: str, lease: _Lease, event: LeaseEvent) -> LeaseState:
+        """No limit stays none."""
+        lease.deadline = max(lease.deadline, self._latest + self._lease_s)
+        return self._take(lease_id, lease, event)
 
     def _leave(
         self, lease_id: str, pull: Pull, now: float, event: LeaseEvent, last_event: LeaseEvent

@@ -34,6 +34,7 @@ from transfer.planes.base import Int64Array, Runs
 
 NULL_BLOCK = 0
 BlockTables = Mapping[str, Sequence[int]]
+FirstToken = int | Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """The tokens [first, end); the first token computed at the destination is `resume`."""
+    """The tokens [first, end) of one attention type; the first token computed at the destination is `resume`."""
 
     first: int
     end: int
@@ -159,23 +160,28 @@ class ReadPlanner:
         self,
         source_tables: BlockTables,
         dest_tables: BlockTables,
-        first_token: int,
+        first_token: FirstToken,
         num_tokens: int,
         resume_token: int | None = None,
     ) -> ReadPlan:
         """The runs that bring the tokens [first_token, num_tokens).
 
-        `*_tables[attn_type]` are block ids in logical order, the same for all ranks. `resume_token` is the first one
+        `*_tables[attn_type]` are block ids in logical order, the same for all ranks. `first_token` can be one for each
+        attention type: types it does not name are not moved, and need no tables. `resume_token` is the first one
         the destination computes itself; None: `num_tokens`. Raises ValueError when the range is not a range, a table is
         too short, a block id does not exist, or the source has no block for tokens that the token at `resume_token`
         will look at and for which the destination has one.
         """
         resume = num_tokens if resume_token is None else resume_token
-        if not 0 <= first_token <= num_tokens <= resume:
-            raise ValueError(f"tokens [{first_token}, {num_tokens}) before token {resume} are not a range")
-        tokens = _Range(first_token, num_tokens, resume)
+        for first in first_token.values() if isinstance(first_token, Mapping) else (first_token,):
+            if not 0 <= first <= num_tokens <= resume:
+                raise ValueError(f"tokens [{first}, {num_tokens}) before token {resume} are not a range")
         parts: dict[int, list[tuple[Int64Array, _Pieces]]] = {rank: [] for rank in self.source_ranks}
         for cut, by_rank in self._pairs.items():
+            first_of_type = first_token.get(cut.attn_type) if isinstance(first_token, Mapping) else first_token
+            if first_of_type is None:
+                continue
+            tokens = _Range(first_of_type, num_tokens, resume)
             pieces = _cut_tokens(cut, source_tables, dest_tables, tokens)
             for rank, pairs in by_rank.items():
                 parts[rank].append((pairs, pieces))
@@ -190,9 +196,17 @@ class OneRankPlanner:
             raise ValueError(f"engines of 1 rank are joined here, given {source.num_ranks} and {dest.num_ranks} ranks")
         self._planner = ReadPlanner(source, dest)
 
-    def plan(self, source_tables: BlockTables, dest_tables: BlockTables, first_token: int, num_tokens: int) -> Runs:
+    def plan(
+        self,
+        source_tables: BlockTables,
+        dest_tables: BlockTables,
+        first_token: FirstToken,
+        num_tokens: int,
+        resume_token: int | None = None,
+    ) -> Runs:
         """As `ReadPlanner.plan`, of the only rank."""
-        return self._planner.plan(source_tables, dest_tables, first_token, num_tokens).runs.get(0, _spread([]))
+        plan = self._planner.plan(source_tables, dest_tables, first_token, num_tokens, resume_token)
+        return plan.runs.get(0, _spread([]))
 
 
 def plan_read(

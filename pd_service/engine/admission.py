@@ -41,7 +41,7 @@ class Admission:
             return False
         num_found = hit.num_tokens if hit is not None else 0
         if state.takes_ticket:
-            fits = self._kv.allocate_received_slots(state.request_id, len(state.token_ids) - 1, 1, prefix=hit)
+            fits = self._kv.allocate_received_slots(state.request_id, state.num_received, 1, prefix=hit)
         else:
             fits = self._kv.allocate_slots(state.request_id, num_found, 1, prefix=hit)
         assert fits, "admission and allocation disagree"
@@ -55,6 +55,8 @@ class Admission:
         salt = state.request.cache_salt
         if state.wants_prompt_logprobs:  # every position of the prompt has to be computed
             return PrefixHit(salt=salt, nodes=(), num_tokens=0)
+        if state.num_known > len(state.token_ids):  # the token that is to come is in no full block, whatever it is
+            return self._kv.find_prefix([*state.token_ids, 0], salt)
         return self._kv.find_prefix(state.token_ids, salt)
 
     def _fits(self, state: RequestState, num_in_use: Mapping[str, int], admitted: Iterable[RequestState]) -> bool:
@@ -72,8 +74,8 @@ class Admission:
         """Blocks the request still lacks of what it is promised."""
         tokens = state.request.max_cached_tokens
         if not self.is_secured(state):
-            tokens = min(len(state.token_ids) + self._block_size, tokens)
-        computed = len(state.token_ids) - 1 if state.takes_ticket else state.num_computed
+            tokens = min(state.num_known + self._block_size, tokens)
+        computed = state.num_received if state.takes_ticket else state.num_computed
         owner = state.request_id if state.status is not Status.WAITING else None
         need = self._kv.num_blocks_lacking(owner, computed, max(tokens, computed + 1))
         for key, num_blocks in state.num_borrowed.items():
@@ -87,7 +89,7 @@ class Admission:
         Full attention keeps them to the end. A window moves on: it takes blocks of its own, and those it leaves are
         not free while others use them, so they are borrowed, and count as lacking until the last one is left.
         """
-        start = len(state.token_ids) - 1 if state.takes_ticket else hit.num_tokens
+        start = state.num_received if state.takes_ticket else hit.num_tokens
         without = self._kv.num_blocks_needed(None, start, start + 1)
         with_hit = self._kv.num_blocks_needed(None, start, start + 1, hit)
         return {key: without[key] - with_hit[key] for key in without}

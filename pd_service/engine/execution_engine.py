@@ -91,8 +91,8 @@ class ExecutionEngine:
                 self.scheduler.add(request, now)
             case Cancel(request_id):
                 self.scheduler.cancel(request_id)
-            case KvArrived(request_id, stats):
-                self.scheduler.kv_arrived(request_id, stats, now)
+            case KvArrived(request_id, stats, next_token):
+                self.scheduler.kv_arrived(request_id, stats, next_token, now)
             case KvFailed(request_id, error):
                 self.scheduler.kv_failed(request_id, error)
             case ReleaseHeld(request_id):

@@ -23,10 +23,11 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The pull has ended and the holder has confirmed it."""
+    """The pull has ended and the holder has confirmed it. `next_token` is what the holder's engine says comes next."""
 
     request_id: RequestId
     stats: PullStats
+    next_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ Message = Submit | Cancel | KvArrived | KvFailed | ReleaseHeld
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOrder:
-    """Fill these blocks with the KV of the ticket's tokens, then answer KvArrived or KvFailed.
+    """Fill these blocks with the KV of the ticket's tokens as it comes, then answer KvArrived or KvFailed.
 
     The KV of the tokens before `first_token` is here already.
     """
@@ -62,19 +63,37 @@ class PullOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """The KV of `num_tokens` tokens lies in these blocks and stays there until ReleaseHeld."""
+    """The KV of the first `num_ready` of `num_tokens` tokens lies in these blocks.
+
+    `next_token` is the token after all of them, None until it is known. From then on the tables are whole and the
+    blocks stay until ReleaseHeld. Before, tables are those of the attention types that give no block back while the
+    request runs, and they stay until the request ends or a Withdrawn says that it has lost them.
+    """
 
     request_id: RequestId
     tables: Mapping[str, Sequence[int]]
+    num_ready: int
     num_tokens: int
     token_digest: bytes
+    next_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The request whose Hold was told owns its blocks no longer and will not become complete, or only by another."""
+
+    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """Everything that happened since the last output. An event with finish PREFILLED has its Hold in `holds`."""
+    """Everything that happened since the last output; `holds` in the order in which it did.
+
+    A prefilling request has a Hold when it starts and whenever more is ready; the last one is complete and comes with
+    the event whose finish is PREFILLED, unless a Withdrawn comes instead.
+    """
 
     events: Sequence[TokenEvent]
     pulls: Sequence[PullOrder]
-    holds: Mapping[RequestId, Hold]
+    holds: Sequence[Hold | Withdrawn]
     load: Load

@@ -31,9 +31,9 @@ def _check_tokens(request: EngineRequest, limits: SchedulerLimits) -> None:
         raise InvalidRequest("the prompt is empty; at least 1 token is needed", "prompt")
     if request.max_new_tokens < 1:
         raise InvalidRequest(f"max_new_tokens must be at least 1 (given: {request.max_new_tokens})", "max_tokens")
-    if length + request.max_new_tokens > limits.max_model_len:
+    if request.num_known_tokens + request.max_new_tokens > limits.max_model_len:
         raise InvalidRequest(
-            f"{length} tokens and {request.max_new_tokens} to generate are more than the engine's "
+            f"{request.num_known_tokens} tokens and {request.max_new_tokens} to generate are more than the engine's "
             f"{limits.max_model_len}",
             "max_tokens",
         )
@@ -54,9 +54,8 @@ def _check_ticket(request: EngineRequest) -> None:
     ticket = request.ticket
     if ticket is None:
         return
-    if ticket.num_tokens != len(request.token_ids) - 1:
-        raise TransferFailed(
-            f"the ticket holds {ticket.num_tokens} tokens, the request needs {len(request.token_ids) - 1}"
-        )
-    if ticket.token_digest != token_digest(request.token_ids[:-1]):
+    length = len(request.token_ids)
+    if not length - 1 <= ticket.num_tokens <= length:
+        raise TransferFailed(f"the ticket holds {ticket.num_tokens} tokens, the request needs {length - 1} or {length}")
+    if ticket.token_digest != token_digest(request.token_ids[: ticket.num_tokens]):
         raise TransferFailed("the ticket was made for other tokens than the request's")

@@ -11,6 +11,9 @@ prefill, KV received from elsewhere and decoding are all the same chase of `num_
      ticket   │  └───preempt─────┘
               ▼
           RECEIVING ──KV arrived──► RUNNING
+
+The KV of a request that is RUNNING for its prompt alone may be read by others from its first step on: `token_digest`
+is set then, and when it loses its blocks they are told.
 """
 
 from __future__ import annotations
@@ -45,12 +48,13 @@ class RequestState:
     arrived_at: float
     order: tuple[float, int] = (0.0, 0)
     request_id: RequestId = field(init=False)  # the request's, as are the next two: asked for in every step
-    num_given: int = field(init=False)  # tokens it came with
+    num_given: int = field(init=False)  # tokens it came with, or that came with its KV
     stop_token_ids: frozenset[int] = field(init=False)
     num_computed: int = 0
     status: Status = Status.WAITING
     is_cancelled: bool = False
     takes_ticket: bool = False  # its KV is still to be pulled
+    token_digest: bytes = b""  # of its tokens, while readers may know of the blocks it computes into
     started_at: float | None = None  # first scheduled, or KV arrived
     preemptions: int = 0
     pull: PullStats | None = None
@@ -66,6 +70,22 @@ class RequestState:
         self.num_given = len(self.request.token_ids)
         self.stop_token_ids = self.request.sampling.stop_token_ids
         self.takes_ticket = self.request.ticket is not None
+
+    @property
+    def num_received(self) -> int:
+        """Tokens whose KV its ticket brings."""
+        ticket = self.request.ticket
+        return ticket.num_tokens if ticket is not None else 0
+
+    @property
+    def num_known(self) -> int:
+        """Its tokens, and the one that comes with its KV."""
+        return len(self.token_ids) + (self.takes_ticket and self.request.gets_token)
+
+    def give(self, token_id: int) -> None:
+        """Takes the token that came with its KV: it counts as given."""
+        self.token_ids.append(token_id)
+        self.num_given += 1
 
     @property
     def num_pending(self) -> int:
@@ -115,12 +135,21 @@ class RequestState:
             kv_bytes=self.pull.kv_bytes,
             plane=self.pull.plane,
             cached_tokens=self.cached_tokens,
+            hidden_wire_ms=self.pull.hidden_wire_ms,
+            hidden_kv_bytes=self.pull.hidden_kv_bytes,
+            plan_ms=self.pull.plan_ms,
+            num_runs=self.pull.num_runs,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullStats:
-    """What a finished pull cost, in milliseconds and bytes."""
+    """What a finished pull cost, in milliseconds and bytes on the reader's clock.
+
+    `kv_bytes` moved as `num_runs` byte runs, for which `plan_ms` were needed. Of these bytes `hidden_kv_bytes` were
+    asked for while the prompt was still being computed: `hidden_wire_ms` of moving cost nobody anything, `wire_ms`
+    passed when the reader knew that all was ready.
+    """
 
     queue_ms: float = 0.0
     received_ms: float = 0.0
@@ -128,6 +157,10 @@ class PullStats:
     confirm_ms: float = 0.0
     kv_bytes: int = 0
     plane: str = ""
+    hidden_wire_ms: float = 0.0
+    hidden_kv_bytes: int = 0
+    plan_ms: float = 0.0
+    num_runs: int = 0
 
 
 def token_digest(token_ids: Sequence[int]) -> bytes:

@@ -19,10 +19,10 @@ import logging
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
-from kv_cache import KVCacheManager
+from kv_cache import FIXED_BLOCK_ATTN_TYPES, KVCacheManager
 from pd_service.config import SpeculativeSettings
 from pd_service.engine.admission import Admission
-from pd_service.engine.messages import Hold, PullOrder, StepOutput
+from pd_service.engine.messages import Hold, PullOrder, StepOutput, Withdrawn
 from pd_service.engine.outbox import Outbox
 from pd_service.engine.request_check import check_request
 from pd_service.engine.request_state import PullStats, RequestState, Status, token_digest
@@ -59,6 +59,8 @@ class Scheduler:
             has_prefix_cache=has_prefix_cache,
         )
         self._speculation = Speculation(speculative or SpeculativeSettings())
+        managers = kv_cache_manager.managers
+        self._growing = {key for key, manager in managers.items() if manager.attn_type not in FIXED_BLOCK_ATTN_TYPES}
         self._requests: dict[RequestId, RequestState] = {}
         self._waiting: list[RequestState] = []  # in order, as is the next
         self._running: list[RequestState] = []
@@ -105,13 +107,18 @@ class Scheduler:
             self._remove(state)
             self._admit()
 
-    def kv_arrived(self, request_id: RequestId, stats: PullStats, now: float) -> None:
-        """The blocks of a RECEIVING request hold the KV of all its tokens but the last."""
+    def kv_arrived(self, request_id: RequestId, stats: PullStats, next_token: int, now: float) -> None:
+        """The blocks of a RECEIVING request hold the KV its ticket is for; `next_token` is the one after that."""
+        if not 0 <= next_token < self._limits.vocab_size:
+            self.kv_failed(request_id, TransferFailed(f"the holder names a token that is none: {next_token}"))
+            return
         state = self._received(request_id)
         if state is None:
             return
-        self.counters.received_tokens += len(state.token_ids) - 1 - state.cached_tokens
-        self._note_computed(state, len(state.token_ids) - 1)
+        if state.request.gets_token:
+            state.give(next_token)
+        self.counters.received_tokens += state.num_received - state.cached_tokens
+        self._note_computed(state, state.num_received)
         state.pull = stats
         state.started_at = now
         insort(self._running, state, key=_order)
@@ -146,6 +153,8 @@ class Scheduler:
         for scheduled in batch:
             if scheduled.state.started_at is None:
                 scheduled.state.started_at = now
+            if scheduled.state.request.prefill_only and not scheduled.state.token_digest:
+                self._open_hold(scheduled.state)
         self._in_flight = frozenset([s.state.request_id for s in batch])
         return batch
 
@@ -325,6 +334,7 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         self._running.remove(state)
+        self._withdraw_hold(state)
         self._free_blocks(state)
         state.num_computed = 0
         state.num_borrowed = {}
@@ -354,6 +364,8 @@ class Scheduler:
             state.prompt_logprobs += result.prompt_logprobs
         if not result.tokens:
             self._note_computed(state, state.num_computed + scheduled.num_tokens)
+            if state.token_digest:
+                self._tell_hold(state)
             return
         state.draft_ids = result.draft_ids
         is_first = len(state.token_ids) == state.num_given
@@ -400,15 +412,37 @@ class Scheduler:
                 self._kv.format_usage(),
             )
 
+    # ---- blocks that others may read
+
+    def _open_hold(self, state: RequestState) -> None:
+        """Readers may follow from the first step on, so that all they have to do before a read is done by then."""
+        state.token_digest = token_digest(state.request.token_ids)
+        self._tell_hold(state)
+
+    def _tell_hold(self, state: RequestState, next_token: int | None = None) -> None:
+        tables = self._kv.get_block_ids(state.request_id)
+        if next_token is None:
+            tables = {key: table for key, table in tables.items() if key in self._growing}
+        hold = Hold(
+            request_id=state.request_id,
+            tables=tables,
+            num_ready=state.num_computed,
+            num_tokens=state.num_given,
+            token_digest=state.token_digest,
+            next_token=next_token,
+        )
+        self._outbox.holds.append(hold)
+
     def _hold(self, state: RequestState) -> None:
         self._running.remove(state)
         state.status = Status.HELD
-        tables = self._kv.get_block_ids(state.request_id)
+        self._tell_hold(state, state.token_ids[-1])
         self._kv.lease(state.request_id, state.request_id)
-        tokens = state.request.token_ids
-        self._outbox.holds[state.request_id] = Hold(
-            request_id=state.request_id, tables=tables, num_tokens=len(tokens), token_digest=token_digest(tokens)
-        )
+
+    def _withdraw_hold(self, state: RequestState) -> None:
+        if state.token_digest and state.status is not Status.HELD:
+            self._outbox.holds.append(Withdrawn(state.request_id))
+            state.token_digest = b""
 
     # ---- endings
 
@@ -422,6 +456,7 @@ class Scheduler:
             self._waiting.remove(state)
         elif state in self._running:
             self._running.remove(state)
+        self._withdraw_hold(state)
         self._free_blocks(state)
         del self._requests[state.request_id]
 

@@ -155,9 +155,10 @@ class EngineClient:
     def _deliver(self, events: pb.StepEvents) -> None:
         self.load = wire.load_from_wire(events.load)
         # Whoever waits for a first token goes first: the others of this step have waited for one step only.
-        for message in sorted(events.events, key=lambda event: not event.HasField("times")):
+        for message in sorted(events.events, key=_is_later):
             request_id = RequestId(message.request_id)
-            self._unanswered.pop(request_id, None)
+            if message.token_ids or message.finish or message.HasField("error"):  # a ticket alone is no answer
+                self._unanswered.pop(request_id, None)
             inbox = self._requests.get(request_id)
             if inbox is not None:
                 inbox.put_nowait(wire.event_from_wire(message))
@@ -226,6 +227,10 @@ class Directory:
         """Lets every engine go: requests that still run end with Unavailable."""
         self._is_closing = True
         await self.update([])
+
+
+def _is_later(event: pb.RequestEvent) -> bool:
+    return not (event.HasField("times") or event.HasField("ticket"))
 
 
 def _remaining_ms(deadline: float | None) -> int:

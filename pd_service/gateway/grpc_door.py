@@ -127,18 +127,7 @@ def _responses(event: GenerationEvent) -> list[pb.GenerateResponse]:
 
 
 def phase_times(phases: Phases) -> pb.PhaseTimes:
-    return pb.PhaseTimes(
-        queue_ms=phases.queue_ms,
-        prefill_ms=phases.prefill_ms,
-        transfer_ms=phases.transfer_ms,
-        wire_ms=phases.wire_ms,
-        confirm_ms=phases.confirm_ms,
-        first_decode_ms=phases.first_decode_ms,
-        decode_ms=phases.decode_ms,
-        total_ms=phases.total_ms,
-        kv_bytes=phases.kv_bytes,
-        plane=phases.plane,
-    )
+    return pb.PhaseTimes(**{field.name: getattr(phases, field.name) for field in pb.PhaseTimes.DESCRIPTOR.fields})
 
 
 class Health:

@@ -3,6 +3,8 @@
         accepted ── queue ──► ── prefill ──► first token ── transfer ──► ── confirm ──► ── first decode ──► second token
                                                            (wire is a part of it)                   ── decode ──► last
 
+What was moved while the prompt was computed is counted beside the phases: nobody waited for it.
+
 A request that goes round again adds the phases of its next round to those of the ones before.
 """
 
@@ -31,6 +33,10 @@ class Phases:
     decode_ms: float = 0.0
     total_ms: float = 0.0
     kv_bytes: int = 0
+    hidden_wire_ms: float = 0.0
+    hidden_kv_bytes: int = 0
+    plan_ms: float = 0.0
+    num_runs: int = 0
     plane: str = ""
     cached_tokens: int = 0
     retries: int = 0
@@ -49,9 +55,14 @@ class Phases:
         confirm_ms = min(times.confirm_ms, elapsed_ms - compute_ms)
         self.first_decode_ms += compute_ms
         self.confirm_ms += confirm_ms
-        self.transfer_ms += elapsed_ms - compute_ms - confirm_ms
-        self.wire_ms += times.wire_ms
+        transfer_ms = elapsed_ms - compute_ms - confirm_ms
+        self.transfer_ms += transfer_ms
+        self.wire_ms += min(times.wire_ms, transfer_ms)
+        self.hidden_wire_ms += times.hidden_wire_ms
         self.kv_bytes += times.kv_bytes
+        self.hidden_kv_bytes += times.hidden_kv_bytes
+        self.plan_ms += times.plan_ms
+        self.num_runs += times.num_runs
         self.plane = times.plane
 
     def decoded(self, now: float) -> None:

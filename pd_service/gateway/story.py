@@ -128,8 +128,9 @@ class RequestStory:
             progress.job.affinity.prefill = engine.engine_id
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
-                _account(event, progress, has_ticket=False)
-                return event
+                if event.finish is not None:
+                    _account(event, progress, has_ticket=False)
+                    return event
         raise EngineFailed(f"{engine.engine_id} ended the request without a token")
 
     async def _decode(self, progress: _Progress, ticket: Ticket | None) -> AsyncGenerator[StoryEvent, None]:

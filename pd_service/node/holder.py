@@ -1,8 +1,9 @@
 """The holder's side of every hand-over: tickets, their leases, and the channels of readers.
 
-Owns the lease table, the guard of the data planes and nothing of the engine: blocks go back to it by `release_blocks`,
-called exactly once per held request, when its lease has ended for whatever reason. Lives in one asyncio loop; the
-sweep of ended leases depends on its timer alone.
+Owns the lease table, the guard of the data planes and nothing of the engine. A ticket begins when its request's first
+step does, and its readers are told whenever more is ready. While the request computes its blocks are the engine's own;
+once it is complete they go back by `release_blocks`, called exactly once per complete request, when its lease has
+ended for whatever reason. Lives in one asyncio loop; the sweep of ended leases depends on its timer alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -47,7 +48,11 @@ class _Channel:
 class _Held:
     hold: Hold
     owner: object  # the gateway session that got the ticket
-    opened_by: set[_Channel] = field(default_factory=set)  # to be told of an end that is no confirmation
+    reading: dict[Pull, _Channel] = field(default_factory=dict)  # to be told what is ready, and of an end
+
+    @property
+    def readers(self) -> set[_Channel]:
+        return set(self.reading.values())
 
 
 class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
@@ -61,7 +66,8 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self._lease_s = lease_s
         self._guard = ReadGuard(layout)
         self._release_blocks = release_blocks
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _Held] = {}  # by lease id
+        self._computing: dict[RequestId, str] = {}  # the lease of each that is not complete, also if it has ended
         self._servers: dict[str, PlaneServer] = {}
         self._channels: set[_Channel] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -88,12 +94,49 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
     def num_leases(self) -> int:
         return len(self._held)
 
-    def hold(self, hold: Hold, owner: object) -> Ticket:
-        """Opens the lease on a prefilled request's blocks."""
+    def follow(self, hold: Hold, owner: object | None) -> Ticket | None:
+        """Takes over how far a request has come, and tells its readers.
+
+        Returns its ticket with the first word and with the last. None for those between, and for a ticket that nobody
+        wants: it was given back, or there is no owner to give it to.
+        """
+        is_new = hold.request_id not in self._computing
+        if is_new and owner is not None:
+            self._open_lease(hold, owner)
+        lease_id = self._computing.get(hold.request_id, "")
+        if hold.next_token is not None:
+            self._computing.pop(hold.request_id, None)
+        if lease_id not in self._held:
+            if hold.next_token is not None:
+                self._release_blocks(hold.request_id)
+            return None
+        self._advance(lease_id, hold)
+        return self._ticket(lease_id, hold) if is_new or hold.next_token is not None else None
+
+    def withdraw(self, request_id: RequestId) -> None:
+        """The request has lost its blocks before it was complete."""
+        lease_id = self._computing.pop(request_id, None)
+        if lease_id is not None:
+            self.release(lease_id)
+
+    def _open_lease(self, hold: Hold, owner: object) -> None:
         lease_id = uuid.uuid4().hex
-        self._leases.open(lease_id, monotonic())
+        self._leases.open(lease_id)
         self._held[lease_id] = _Held(hold=hold, owner=owner)
-        self._set_timer()
+        self._computing[hold.request_id] = lease_id
+
+    def _advance(self, lease_id: str, hold: Hold) -> None:
+        held = self._held[lease_id]
+        held.hold = hold
+        if hold.next_token is not None:
+            self._leases.complete(lease_id, monotonic())
+            self._set_timer()
+        progress = pb.HolderMessage(progress=pb.TicketProgress(lease_id=lease_id, ready=_readiness(hold)))
+        for channel in held.readers:
+            self._guard.admit(lease_id, channel.token, hold.tables)
+            channel.outbox.put_nowait(progress)
+
+    def _ticket(self, lease_id: str, hold: Hold) -> Ticket:
         return Ticket(
             address=self.address,
             incarnation=self.incarnation,
@@ -117,13 +160,14 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             self.release(lease_id)
 
     def _end(self, lease_id: str, state: LeaseState) -> None:
-        """The one place where a lease's blocks go back. After the last confirm nobody reads, so nobody is told."""
+        """The one place where a lease ends, and where blocks go back that no request owns any more."""
         self._guard.revoke(lease_id)
         held = self._held.pop(lease_id)
-        for channel in held.opened_by if state is not LeaseState.CONFIRMED else ():
+        for channel in held.readers:
             message = pb.TicketEnded(lease_id=lease_id, reason=state.value)
             channel.outbox.put_nowait(pb.HolderMessage(ended=message))
-        self._release_blocks(held.hold.request_id)
+        if held.hold.next_token is not None:
+            self._release_blocks(held.hold.request_id)
 
     def _sweep(self) -> None:
         self._timer = None
@@ -196,24 +240,31 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             case "confirm":
                 return self._confirm(channel, message.confirm, now)
             case "drop":
-                state = self._leases.drop(message.drop.lease_id, Pull(channel, message.drop.pull_id), now)
-                if state is not None and state in ENDED:
-                    self._end(message.drop.lease_id, state)
+                pull = Pull(channel, message.drop.pull_id)
+                self._left(message.drop.lease_id, pull, self._leases.drop(message.drop.lease_id, pull, now))
             case kind:
                 logger.warning("ignored a message of kind %s from reader %s", kind, channel.reader)
         return None
 
+    def _left(self, lease_id: str, pull: Pull, state: LeaseState | None) -> None:
+        """A pull is over, unless that was refused."""
+        if state is not None:
+            self._held[lease_id].reading.pop(pull, None)
+            if state in ENDED:
+                self._end(lease_id, state)
+
     def _open(self, channel: _Channel, asked: pb.OpenTicket, now: float) -> pb.HolderMessage | None:
-        if not self._leases.read_opened(asked.lease_id, Pull(channel, asked.pull_id), now):
+        pull = Pull(channel, asked.pull_id)
+        if not self._leases.read_opened(asked.lease_id, pull, now):
             return self._refused(asked.lease_id, now)
         held = self._held[asked.lease_id]
-        held.opened_by.add(channel)
+        held.reading[pull] = channel
         self._guard.admit(asked.lease_id, channel.token, held.hold.tables)
         return pb.HolderMessage(
             opened=pb.TicketOpened(
                 lease_id=asked.lease_id,
                 pull_id=asked.pull_id,
-                tables=_tables(held.hold.tables),
+                ready=_readiness(held.hold),
                 num_tokens=held.hold.num_tokens,
                 token_digest=held.hold.token_digest,
                 lease_ms=int(self._lease_s * 1e3),
@@ -230,9 +281,9 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         return None if self._leases.is_live(lease_id, now) else _ended(lease_id)
 
     def _confirm(self, channel: _Channel, asked: pb.ConfirmTicket, now: float) -> pb.HolderMessage:
-        state = self._leases.confirm(asked.lease_id, Pull(channel, asked.pull_id), now)
-        if state is not None and state in ENDED:
-            self._end(asked.lease_id, state)
+        pull = Pull(channel, asked.pull_id)
+        state = self._leases.confirm(asked.lease_id, pull, now)
+        self._left(asked.lease_id, pull, state)
         answer = pb.TicketConfirmed(lease_id=asked.lease_id, pull_id=asked.pull_id, valid=state is not None)
         return pb.HolderMessage(confirmed=answer)
 
@@ -240,7 +291,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self._channels.discard(channel)
         self._guard.forget_reader(channel.token)
         for held in self._held.values():
-            held.opened_by.discard(channel)
+            held.reading = {pull: reader for pull, reader in held.reading.items() if reader is not channel}
         for lease_id, state in self._leases.lose(channel, monotonic()).items():
             self._end(lease_id, state)
 
@@ -260,5 +311,6 @@ def _ended(lease_id: str) -> pb.HolderMessage:
     return pb.HolderMessage(ended=pb.TicketEnded(lease_id=lease_id, reason="unknown"))
 
 
-def _tables(tables: Mapping[str, Sequence[int]]) -> list[pb.BlockTable]:
-    return [pb.BlockTable(attn_type=attn_type, block_ids=ids) for attn_type, ids in tables.items()]
+def _readiness(hold: Hold) -> pb.Readiness:
+    tables = [pb.BlockTable(attn_type=attn_type, block_ids=ids) for attn_type, ids in hold.tables.items()]
+    return pb.Readiness(tables=tables, num_tokens=hold.num_ready, next_token=hold.next_token)

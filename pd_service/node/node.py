@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -25,14 +25,13 @@ from pd_service import wire
 from pd_service.channels import Context, beside, server_options, write_all
 from pd_service.config import PROTOCOL_VERSION, EngineConfig, SpeculativeSettings
 from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
-from pd_service.engine.messages import Cancel, KvArrived, KvFailed, PullOrder, ReleaseHeld, StepOutput, Submit
-from pd_service.engine.request_state import PullStats
-from pd_service.errors import DeadlineExceeded, InvalidRequest
+from pd_service.engine.messages import Cancel, Hold, ReleaseHeld, StepOutput, Submit, Withdrawn
+from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 from pd_service.models.config import fingerprint
 from pd_service.node.engine_layout import describe_layout
 from pd_service.node.holder import Holder
 from pd_service.node.reader import Reader
-from pd_service.request import FinishReason, RequestId, TokenEvent
+from pd_service.request import FinishReason, RequestId, Ticket, TokenEvent
 from pd_service.rpc import engine_pb2 as pb
 from pd_service.rpc import engine_pb2_grpc, kv_transfer_pb2_grpc
 from transfer.planes import make_plane
@@ -129,16 +128,15 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
     def _deliver(self, output: StepOutput) -> None:
         self._load = output.load
         for order in output.pulls:
-            self._start_pull(order)
+            self._reader.pull(order, self._engine_loop.put)
         messages: dict[_Session, pb.StepEvents] = {session: pb.StepEvents() for session in self._sessions}
+        tickets = self._follow(output.holds, messages)
         for event in output.events:
             session = self._owners.get(event.request_id)
             if session is None:
-                self._drop_orphan(event)
-                continue
+                continue  # cancelled while this event was on its way
             if event.finish is FinishReason.PREFILLED:
-                ticket = self._holder.hold(output.holds[event.request_id], session)
-                event = event._replace(ticket=ticket)
+                event = _with_ticket(event, tickets.get(event.request_id))
             if event.finish is not None or event.error is not None:
                 self._forget(event.request_id)
             messages[session].events.append(wire.event_to_wire(event))
@@ -146,19 +144,23 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             message.load.CopyFrom(wire.load_to_wire(output.load))
             session.outbox.put_nowait(pb.EngineMessage(events=message))
 
-    def _drop_orphan(self, event: TokenEvent) -> None:
-        """The request was cancelled while this event was on its way; nobody will take its ticket."""
-        if event.finish is FinishReason.PREFILLED:
-            self._engine_loop.put(ReleaseHeld(event.request_id))
-
-    def _start_pull(self, order: PullOrder) -> None:
-        def done(result: PullStats | Exception) -> None:
-            if isinstance(result, Exception):
-                self._engine_loop.put(KvFailed(order.request_id, result))
-            else:
-                self._engine_loop.put(KvArrived(order.request_id, result))
-
-        self._reader.pull(order, done)
+    def _follow(
+        self, holds: Sequence[Hold | Withdrawn], messages: Mapping[_Session, pb.StepEvents]
+    ) -> dict[RequestId, Ticket]:
+        """Gives out the tickets that begin; returns those that are complete now."""
+        complete: dict[RequestId, Ticket] = {}
+        for hold in holds:
+            if isinstance(hold, Withdrawn):
+                self._holder.withdraw(hold.request_id)
+                continue
+            session = self._owners.get(hold.request_id)
+            ticket = self._holder.follow(hold, session)
+            if ticket is not None and hold.next_token is not None:
+                complete[hold.request_id] = ticket
+            elif ticket is not None and session is not None:
+                event = TokenEvent(request_id=hold.request_id, ticket=ticket)
+                messages[session].events.append(wire.event_to_wire(event))
+        return complete
 
     # ---- from gateways
 
@@ -247,6 +249,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
     def _stop_request(self, request_id: RequestId) -> None:
         self._forget(request_id)
+        self._holder.release_request(request_id)  # its readers hear of it before the engine does
         self._engine_loop.put(Cancel(request_id))
 
     def _expire(self, request_id: RequestId) -> None:
@@ -322,6 +325,12 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             offered = ", ".join(self._holder.plane_names)
             choices.append(pb.Choice(what="offers", chosen=offered, reason=refused or "all configured planes"))
         return choices + self._reader.choices()
+
+
+def _with_ticket(event: TokenEvent, ticket: Ticket | None) -> TokenEvent:
+    if ticket is None:
+        return TokenEvent(event.request_id, error=TransferFailed("the ticket was given back before it was complete"))
+    return event._replace(ticket=ticket)
 
 
 def _guesses(settings: SpeculativeSettings) -> str:

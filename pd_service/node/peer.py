@@ -1,7 +1,7 @@
 """The channel to one life of one holder: handshake, choice of a data plane, questions and answers per pull.
 
 Each opening of a ticket gets a number of its own, so that pulls that share one do not take each other's answers. The
-channel's end fails everything that waits for an answer, with the reason.
+channel's end fails everything that waits for an answer or for more to read, with the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import msgpack
@@ -21,6 +21,7 @@ from pd_service.config import PROTOCOL_VERSION
 from pd_service.errors import TransferFailed
 from pd_service.node.handshake import reasons_against_holder
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
+from pd_service.node.opened_ticket import OpenedTicket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
 from transfer.layout import EngineLayout
@@ -49,7 +50,8 @@ class Peer:
         self.broken: str | None = None  # why the channel ended
         self.refusal: str | None = None  # why the two cannot work together, if that is so; trying again is no help
         self._outbox: asyncio.Queue[pb.ReaderMessage | None] = asyncio.Queue()
-        self._answers: dict[_Question, asyncio.Future[pb.HolderMessage]] = {}
+        self._answers: dict[_Question, asyncio.Future[Any]] = {}
+        self._opened: dict[tuple[str, int], OpenedTicket] = {}  # by lease and pull, until the pull is over
         self._pull_ids = itertools.count(1)
         self.reading: asyncio.Task[None] | None = None  # ends when the channel does
         self._open = AsyncExitStack()  # the connection and what belongs to it
@@ -121,33 +123,40 @@ class Peer:
     def _send(self, message: pb.ReaderMessage) -> None:
         self._outbox.put_nowait(message)
 
-    async def open(self, lease_id: str) -> pb.TicketOpened:
+    async def open(self, lease_id: str) -> OpenedTicket:
         """Begins a pull, which the answer stands for. Without an answer the holder is told that it is over."""
         pull_id = next(self._pull_ids)
         message = pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id, pull_id=pull_id))
         try:
-            return (await self._ask((lease_id, pull_id, "opened"), message)).opened
+            opened: OpenedTicket = await self._ask((lease_id, pull_id, "opened"), message)
+            return opened
         except TransferFailed:
             self._drop(lease_id, pull_id)
             raise
 
-    async def confirm(self, opened: pb.TicketOpened) -> bool:
+    async def confirm(self, opened: OpenedTicket) -> bool:
+        """Ends the pull. False: what was read may not be used."""
         message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=opened.lease_id, pull_id=opened.pull_id))
-        return (await self._ask((opened.lease_id, opened.pull_id, "confirmed"), message)).confirmed.valid
+        try:
+            valid: bool = await self._ask((opened.lease_id, opened.pull_id, "confirmed"), message)
+            return valid
+        finally:
+            self._opened.pop((opened.lease_id, opened.pull_id), None)
 
-    def renew(self, opened: pb.TicketOpened) -> None:
+    def renew(self, opened: OpenedTicket) -> None:
         self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=opened.lease_id, pull_id=opened.pull_id)))
 
-    def drop(self, opened: pb.TicketOpened) -> None:
+    def drop(self, opened: OpenedTicket) -> None:
         self._drop(opened.lease_id, opened.pull_id)
 
     def _drop(self, lease_id: str, pull_id: int) -> None:
+        self._opened.pop((lease_id, pull_id), None)
         self._send(pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id, pull_id=pull_id)))
 
-    async def _ask(self, question: _Question, message: pb.ReaderMessage) -> pb.HolderMessage:
+    async def _ask(self, question: _Question, message: pb.ReaderMessage) -> Any:
         if self.broken is not None:
             raise TransferFailed(self.broken)
-        answer: asyncio.Future[pb.HolderMessage] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question] = answer
         self._send(message)
         try:
@@ -169,25 +178,44 @@ class Peer:
             self._break(reason)
 
     def _dispatch(self, message: pb.HolderMessage) -> None:
-        kind = message.WhichOneof("message")
-        if kind == "ended":
-            error = TransferFailed(f"the lease has ended: {message.ended.reason}")
-            for (lease_id, _, _), answer in self._answers.items():
-                if lease_id == message.ended.lease_id and not answer.done():
-                    answer.set_exception(error)
-        elif kind in ("opened", "confirmed"):
-            answered: pb.TicketOpened | pb.TicketConfirmed = getattr(message, kind)
-            pending = self._answers.get((answered.lease_id, answered.pull_id, kind))
-            if pending is not None and not pending.done():
-                pending.set_result(message)
-        else:
-            logger.warning("ignored a message of kind %s from %s", kind, self.address)
+        match message.WhichOneof("message"):
+            case "opened":
+                opened = OpenedTicket(message.opened)
+                if self._answer((opened.lease_id, opened.pull_id, "opened"), opened):
+                    self._opened[opened.lease_id, opened.pull_id] = opened
+            case "progress":
+                for opened in self._opened_of(message.progress.lease_id):
+                    opened.advance(message.progress.ready)
+            case "confirmed":
+                confirmed = message.confirmed
+                self._answer((confirmed.lease_id, confirmed.pull_id, "confirmed"), confirmed.valid)
+            case "ended":
+                self._fail(message.ended.lease_id, TransferFailed(f"the lease has ended: {message.ended.reason}"))
+            case kind:
+                logger.warning("ignored a message of kind %s from %s", kind, self.address)
+
+    def _answer(self, question: _Question, result: OpenedTicket | bool) -> bool:
+        """False when nobody waits for it any more."""
+        answer = self._answers.get(question)
+        if answer is None or answer.done():
+            return False
+        answer.set_result(result)
+        return True
+
+    def _opened_of(self, lease_id: str | None) -> list[OpenedTicket]:
+        return [opened for (key, _), opened in self._opened.items() if lease_id in (None, key)]
+
+    def _fail(self, lease_id: str | None, error: TransferFailed) -> None:
+        """Everything that waits under this lease; None: under any."""
+        for opened in self._opened_of(lease_id):
+            opened.fail(error)
+        for (asked, _, _), answer in self._answers.items():
+            if lease_id in (None, asked) and not answer.done():
+                answer.set_exception(error)
 
     def _break(self, reason: str) -> None:
         self.broken = reason
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(TransferFailed(reason))
+        self._fail(None, TransferFailed(reason))
 
     async def close(self) -> None:
         """Ends the channel, and with PlaneError every read over it."""

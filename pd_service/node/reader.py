@@ -1,26 +1,28 @@
 """The reader's side of every hand-over: claims on tickets, and pulls.
 
-A claim opens its ticket when the request arrives and renews it while the request queues; the pull then reads, asks the
-holder to confirm, and only a yes makes the KV usable. Reads run in threads, so that neither this loop nor the engine
-waits for them. Whatever goes wrong ends in TransferFailed; a broken channel fails all its claims at once.
+A claim opens its ticket when the request arrives and renews it while the request queues; the pull then reads what is
+ready, and while the holder still computes what becomes so. Of attention types that give blocks back on the way it reads
+nothing before the end. When it has all it asks the holder to confirm, and only a yes makes the KV usable. Reads run in
+threads, so that neither this loop nor the engine waits for them; no thread waits for the holder's engine. Whatever goes
+wrong ends in TransferFailed; a broken channel fails all its claims at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from pd_service.channels import end
-from pd_service.engine.messages import PullOrder
+from pd_service.engine.messages import KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
+from pd_service.node.opened_ticket import OpenedTicket, Ready
 from pd_service.node.peer import Peer
 from pd_service.request import RequestId, Ticket
-from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc.engine_pb2 import Choice
 from transfer.layout import EngineLayout
 from transfer.planes.base import Buffers, Plane, PlaneError
@@ -44,13 +46,14 @@ class _Refusal(NamedTuple):
 class Claim:
     """A ticket in use by one request: opened at once, renewed until the claim ends, dropped if it was not used."""
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Peer, pb.TicketOpened]]) -> None:
+    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Peer, OpenedTicket]]) -> None:
         self.ticket = ticket
         self.opening = opening
         self.opened_at = monotonic()
         self._renewal: asyncio.TimerHandle | None = None
         self._has_ended = False
         self._is_dropped = False
+        self._is_abandoned = False
         opening.add_done_callback(self._opened)
 
     def end(self, *, dropped: bool) -> None:
@@ -61,23 +64,48 @@ class Claim:
         if self.opening.done():
             self._opened(self.opening)
 
-    def _opened(self, opening: asyncio.Task[tuple[Peer, pb.TicketOpened]]) -> None:
+    def abandon(self) -> None:
+        """A pull under way gets nothing more to read."""
+        self._is_abandoned = True
+        if self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None:
+            self._fail(self.opening.result()[1])
+
+    def _fail(self, opened: OpenedTicket) -> None:
+        opened.fail(TransferFailed("the request was cancelled"))
+
+    def _opened(self, opening: asyncio.Task[tuple[Peer, OpenedTicket]]) -> None:
         if opening.cancelled() or opening.exception() is not None:
             return
         peer, opened = opening.result()
+        if self._is_abandoned:
+            self._fail(opened)
         if not self._has_ended:
             self._keep(peer, opened)
         elif self._is_dropped:
             self._is_dropped = False  # said once
             peer.drop(opened)
 
-    def _keep(self, peer: Peer, opened: pb.TicketOpened) -> None:
+    def _keep(self, peer: Peer, opened: OpenedTicket) -> None:
         # A third of the lease: two renewals may get lost or late before it ends.
-        self._renewal = asyncio.get_running_loop().call_later(opened.lease_ms / 3e3, self._renew, peer, opened)
+        self._renewal = asyncio.get_running_loop().call_later(opened.lease_s / 3, self._renew, peer, opened)
 
-    def _renew(self, peer: Peer, opened: pb.TicketOpened) -> None:
+    def _renew(self, peer: Peer, opened: OpenedTicket) -> None:
         peer.renew(opened)
         self._keep(peer, opened)
+
+
+class _Read(NamedTuple):
+    """One read of a pull; times in seconds on the monotonic clock."""
+
+    num_bytes: int
+    num_runs: int
+    plan_s: float
+    started_at: float
+    ended_at: float
+
+    def exposed_s(self, completed_at: float) -> float:
+        """The part for which somebody waited: since all was known to be ready."""
+        return max(0.0, self.ended_at - max(self.started_at, completed_at))
 
 
 class Reader:
@@ -102,6 +130,7 @@ class Reader:
         self._peers: dict[_HolderKey, asyncio.Task[Peer]] = {}
         self._refusals: dict[_HolderKey, _Refusal] = {}
         self._claims: dict[RequestId, Claim] = {}
+        self._pulling: dict[RequestId, Claim] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.num_pulls = 0  # into blocks of this engine, not ended
 
@@ -135,63 +164,90 @@ class Reader:
         self._claims[request_id] = Claim(ticket, self._background(self._open(ticket)))
 
     def drop(self, request_id: RequestId) -> None:
-        """The request will not be pulled (any more); a pull that runs goes on to its end."""
+        """The request will not be pulled (any more); a pull that runs ends with the read it is at."""
         claim = self._claims.pop(request_id, None)
         if claim is not None:
             claim.end(dropped=True)
+        if request_id in self._pulling:
+            self._pulling[request_id].abandon()
 
-    def pull(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
-        """Fills the order's blocks; `done` is called once, when nothing writes into them any more."""
+    def pull(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
+        """Fills the order's blocks; `tell` is called once, when nothing writes into them any more."""
         self.num_pulls += 1
-        self._background(self._pull_and_tell(order, done))
+        self._background(self._pull_and_tell(order, tell))
 
-    async def _pull_and_tell(self, order: PullOrder, done: Callable[[PullStats | Exception], None]) -> None:
+    async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
-        result: PullStats | Exception = TransferFailed("the request was cancelled before its pull")
+        error: Exception = TransferFailed("the request was cancelled before its pull")
+        result: KvArrived | KvFailed | None = None
         try:
             if claim is not None:
+                self._pulling[order.request_id] = claim
                 result = await self._pull(order, claim)
-        except (TransferFailed, PlaneError, ValueError) as error:
-            result = error
+        except (TransferFailed, PlaneError, ValueError) as failure:
+            error = failure
         except asyncio.CancelledError:
-            result = TransferFailed("the engine is stopping")
+            error = TransferFailed("the engine is stopping")
             raise
         finally:
             if claim is not None:
-                claim.end(dropped=isinstance(result, Exception))
+                del self._pulling[order.request_id]
+                claim.end(dropped=result is None)
             self.num_pulls -= 1
-            done(result)
+            tell(result or KvFailed(order.request_id, error))
 
-    async def _pull(self, order: PullOrder, claim: Claim) -> PullStats:
+    async def _pull(self, order: PullOrder, claim: Claim) -> KvArrived:
         ordered_at = monotonic()
         peer, opened = await asyncio.shield(claim.opening)
         if opened.token_digest != order.ticket.token_digest or opened.num_tokens != order.ticket.num_tokens:
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
-        reading = asyncio.get_running_loop().run_in_executor(self._threads, self._read, peer, opened, order)
-        num_bytes, wire_s = await reading
+        next_token, reads = await self._read_all(peer, opened, order)
         received_at = monotonic()
         if not await peer.confirm(opened):
             raise TransferFailed("the holder says that the lease ended before the pull did")
-        return PullStats(
+        assert opened.completed_at is not None
+        completed_at = opened.completed_at
+        exposed_s = sum(read.exposed_s(completed_at) for read in reads)
+        stats = PullStats(
             queue_ms=(ordered_at - claim.opened_at) * 1e3,
             received_ms=(received_at - claim.opened_at) * 1e3,
-            wire_ms=wire_s * 1e3,
+            wire_ms=exposed_s * 1e3,
             confirm_ms=(monotonic() - received_at) * 1e3,
-            kv_bytes=num_bytes,
+            kv_bytes=sum(read.num_bytes for read in reads),
             plane=peer.plane_name,
+            hidden_wire_ms=(sum(read.ended_at - read.started_at for read in reads) - exposed_s) * 1e3,
+            hidden_kv_bytes=sum(read.num_bytes for read in reads if read.started_at < completed_at),
+            plan_ms=sum(read.plan_s for read in reads) * 1e3,
+            num_runs=sum(read.num_runs for read in reads),
         )
+        return KvArrived(order.request_id, stats, next_token)
 
-    def _read(self, peer: Peer, opened: pb.TicketOpened, order: PullOrder) -> tuple[int, float]:
-        """In a thread: plans and reads. Returns the bytes and the seconds in which they moved."""
+    async def _read_all(self, peer: Peer, opened: OpenedTicket, order: PullOrder) -> tuple[int, list[_Read]]:
+        """Reads as the holder comes on; returns the token it names after the last one."""
+        loop = asyncio.get_running_loop()
+        reads: list[_Read] = []
+        num_read, first = order.first_token, dict.fromkeys(order.tables, order.first_token)
+        while True:
+            ready = await opened.more_than(num_read)
+            part = {attn_type: token for attn_type, token in first.items() if attn_type in ready.tables}
+            reads.append(await loop.run_in_executor(self._threads, self._read, peer, order, ready, part))
+            if ready.next_token is not None:
+                return ready.next_token, reads
+            num_read = ready.num_tokens
+            first |= dict.fromkeys(part, num_read)
+
+    def _read(self, peer: Peer, order: PullOrder, ready: Ready, first: Mapping[str, int]) -> _Read:
+        """In a thread: plans and reads the tokens from `first`, by attention type, up to those that are ready."""
         assert peer.planner is not None
         assert peer.plane is not None
-        source_tables = {table.attn_type: list(table.block_ids) for table in opened.tables}
-        runs = peer.planner.plan(source_tables, order.tables, order.first_token, opened.num_tokens)
+        planned_at, num_tokens = monotonic(), order.ticket.num_tokens
+        end = num_tokens if ready.next_token is not None else ready.num_tokens
+        runs = peer.planner.plan(ready.tables, order.tables, first, end, num_tokens)
         started_at = monotonic()
         peer.plane.read(order.ticket.lease_id, runs, self._pull_timeout_s)
-        return runs.num_bytes, monotonic() - started_at
+        return _Read(runs.num_bytes, len(runs), started_at - planned_at, started_at, monotonic())
 
-    async def _open(self, ticket: Ticket) -> tuple[Peer, pb.TicketOpened]:
+    async def _open(self, ticket: Ticket) -> tuple[Peer, OpenedTicket]:
         peer = await self._peer(ticket.address, ticket.incarnation)
         return peer, await peer.open(ticket.lease_id)
 

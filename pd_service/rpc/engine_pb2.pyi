@@ -189,7 +189,7 @@ class RequestError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineTimes(_message.Message):
-    __slots__ = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane", "cached_tokens")
+    __slots__ = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane", "cached_tokens", "hidden_wire_ms", "hidden_kv_bytes", "plan_ms", "num_runs")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_MS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,10 @@ class EngineTimes(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLANE_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIRE_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     compute_ms: float
     received_ms: float
@@ -206,7 +210,11 @@ class EngineTimes(_message.Message):
     kv_bytes: int
     plane: str
     cached_tokens: int
-    def __init__(self, queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., received_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    hidden_wire_ms: float
+    hidden_kv_bytes: int
+    plan_ms: float
+    num_runs: int
+    def __init__(self, queue_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., received_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., hidden_wire_ms: _Optional[float] = ..., hidden_kv_bytes: _Optional[int] = ..., plan_ms: _Optional[float] = ..., num_runs: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("running", "waiting", "queued_tokens", "free_blocks", "total_blocks")

@@ -158,7 +158,7 @@ class Finish(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., phases: _Optional[_Union[PhaseTimes, _Mapping]] = ..., request_id: _Optional[str] = ..., retries: _Optional[int] = ..., index: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "wire_ms", "confirm_ms", "first_decode_ms", "decode_ms", "total_ms", "kv_bytes", "plane")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "wire_ms", "confirm_ms", "first_decode_ms", "decode_ms", "total_ms", "kv_bytes", "plane", "hidden_wire_ms", "hidden_kv_bytes", "plan_ms", "num_runs")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,10 @@ class PhaseTimes(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLANE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIRE_MS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -179,4 +183,8 @@ class PhaseTimes(_message.Message):
     total_ms: float
     kv_bytes: int
     plane: str
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., first_decode_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ...) -> None: ...
+    hidden_wire_ms: float
+    hidden_kv_bytes: int
+    plan_ms: float
+    num_runs: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wire_ms: _Optional[float] = ..., confirm_ms: _Optional[float] = ..., first_decode_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., plane: _Optional[str] = ..., hidden_wire_ms: _Optional[float] = ..., hidden_kv_bytes: _Optional[int] = ..., plan_ms: _Optional[float] = ..., num_runs: _Optional[int] = ...) -> None: ...

@@ -21,18 +21,20 @@ class ReaderMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[ReaderHello, _Mapping]] = ..., open: _Optional[_Union[OpenTicket, _Mapping]] = ..., renew: _Optional[_Union[RenewTicket, _Mapping]] = ..., confirm: _Optional[_Union[ConfirmTicket, _Mapping]] = ..., drop: _Optional[_Union[DropTicket, _Mapping]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
-    __slots__ = ("hello", "refused", "opened", "confirmed", "ended")
+    __slots__ = ("hello", "refused", "opened", "confirmed", "ended", "progress")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     hello: HolderHello
     refused: Refused
     opened: TicketOpened
     confirmed: TicketConfirmed
     ended: TicketEnded
-    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ...) -> None: ...
+    progress: TicketProgress
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ..., progress: _Optional[_Union[TicketProgress, _Mapping]] = ...) -> None: ...
 
 class ReaderHello(_message.Message):
     __slots__ = ("version", "incarnation", "holder_incarnation", "layout", "planes")
@@ -125,20 +127,38 @@ class OpenTicket(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class TicketOpened(_message.Message):
-    __slots__ = ("lease_id", "tables", "num_tokens", "token_digest", "lease_ms", "pull_id")
+    __slots__ = ("lease_id", "ready", "num_tokens", "token_digest", "lease_ms", "pull_id")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    TABLES_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    ready: Readiness
     num_tokens: int
     token_digest: bytes
     lease_ms: int
     pull_id: int
-    def __init__(self, lease_id: _Optional[str] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., pull_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[str] = ..., ready: _Optional[_Union[Readiness, _Mapping]] = ..., num_tokens: _Optional[int] = ..., token_digest: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., pull_id: _Optional[int] = ...) -> None: ...
+
+class TicketProgress(_message.Message):
+    __slots__ = ("lease_id", "ready")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    ready: Readiness
+    def __init__(self, lease_id: _Optional[str] = ..., ready: _Optional[_Union[Readiness, _Mapping]] = ...) -> None: ...
+
+class Readiness(_message.Message):
+    __slots__ = ("tables", "num_tokens", "next_token")
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    num_tokens: int
+    next_token: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., next_token: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("attn_type", "block_ids")
