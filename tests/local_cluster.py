@@ -43,6 +43,7 @@ class LocalCluster:
         self._names = itertools.count()
         self.nodes: dict[str, EngineNode] = {}
         self.roles: dict[str, Role] = {}
+        self.draining: set[str] = set()
         self.directory = Directory(fingerprint(model_dir))
         self.metrics = GatewayMetrics()
         self.story = RequestStory(self.directory, gateway, self.metrics)
@@ -64,7 +65,13 @@ class LocalCluster:
         """Tells the gateway which engines there are."""
         await self.directory.update(
             [
-                EngineMember(engine_id=name, role=self.roles[name], address=node.address, incarnation=node.incarnation)
+                EngineMember(
+                    engine_id=name,
+                    role=self.roles[name],
+                    address=node.address,
+                    incarnation=node.incarnation,
+                    is_draining=name in self.draining,
+                )
                 for name, node in self.nodes.items()
             ]
         )

@@ -17,13 +17,13 @@ from pd_service.cluster.reconcile import (
     Event,
     Fleet,
     IllegalTransition,
-    Pulse,
     Remove,
     Start,
     State,
 )
 from pd_service.config import PoolRole, PoolSettings, SupervisionSettings
 from pd_service.errors import InvalidRequest
+from pd_service.node.pulse import Pulse
 
 ROLES: tuple[PoolRole, ...] = ("prefill", "decode")
 RULES = SupervisionSettings(probe_s=1, stall_s=3, start_s=50, backoff_s=1, max_backoff_s=8, drain_s=20, orphan_s=100)

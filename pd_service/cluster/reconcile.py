@@ -20,6 +20,7 @@ from enum import Enum, auto
 
 from pd_service.config import PoolRole, PoolSettings, SupervisionSettings
 from pd_service.errors import InvalidRequest
+from pd_service.node.pulse import Pulse
 
 SETTLE_S = 0.5  # from the drain of an engine to its end, at least: gateways have heard of it by then
 
@@ -65,15 +66,6 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 class IllegalTransition(Exception):
     """A bug of the driver: the table has no such event in this state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What a living engine says of itself. `held`: requests, leases and pulls."""
-
-    turns: int  # of its step loop, since its start
-    is_busy: bool  # a step is in flight, or messages wait to be read
-    held: int
 
 
 @dataclass(slots=True, kw_only=True)

@@ -118,7 +118,7 @@ async def _open_gateway(
     await gateway.start(admin_address)
     until_stopped.push_async_callback(gateway.stop)
     progress("gateway", "waiting for engines")
-    await gateway.wait_until_ready()
+    await gateway.wait_until_ready(("prefill", "decode"))
     service = Service(gateway=gateway, admin_address=admin_address)
     await _wait_until_met(service)
     progress("gateway", READY)

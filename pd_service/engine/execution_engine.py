@@ -172,6 +172,13 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Message | _StepDone | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
+        self._is_in_step = False
+        self.turns = 0  # of the loop; for watchers in other threads
+
+    @property
+    def is_busy(self) -> bool:
+        """A step is in flight, or messages wait: as long as this holds, `turns` has to grow."""
+        return self._is_in_step or not self._inbox.empty()
 
     def start(self) -> None:
         self._thread.start()
@@ -196,11 +203,14 @@ class EngineLoop:
     def _run_steps(self) -> None:
         with ThreadPoolExecutor(1, thread_name_prefix="model") as model_thread:
             while not self._stopping:
+                self.turns += 1
                 self._drain()
                 batch = self._engine.scheduler.schedule(time.monotonic())
                 self._flush()
                 if batch:
+                    self._is_in_step = True
                     self._run_step(batch, model_thread)
+                    self._is_in_step = False
                 elif not self._stopping:
                     self._check_when_idle()
                     self._receive(self._inbox.get())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from itertools import chain, pairwise
+from typing import TypeVar
 
 import grpc
 
@@ -12,6 +14,8 @@ from pd_service.gateway.recent import RecentAnswer, RecentRequest, RecentRequest
 from pd_service.gateway.usual import Guilt, guilty_hop, usual_ms
 from pd_service.rpc import admin_pb2 as pb
 from pd_service.rpc import admin_pb2_grpc
+
+T = TypeVar("T")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -24,10 +28,19 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._recent = recent
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        try:
-            answer: pb.StatusResponse = await self._controller.Status(request, timeout=context.time_remaining())
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), f"the controller did not answer: {error.details()}")
+        answer: pb.StatusResponse = await _passed_on(self._controller.Status, request, context)
+        return answer
+
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
+        answer: pb.ScaleResponse = await _passed_on(self._controller.Scale, request, context)
+        return answer
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        answer: pb.DrainResponse = await _passed_on(self._controller.Drain, request, context)
+        return answer
+
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
+        answer: pb.StopResponse = await _passed_on(self._controller.Stop, request, context)
         return answer
 
     async def WatchMembership(self, request: pb.WatchMembershipRequest, context: Context) -> None:
@@ -51,6 +64,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
             usual=[pb.UsualPhase(phase=phase, median_ms=ms) for phase, ms in usual.items()],
             reach=self._recent.reach(),
         )
+
+
+async def _passed_on(call: Callable[..., Awaitable[T]], request: object, context: Context) -> T:
+    """The controller's answer. Its refusals reach the caller as they are; that it is away is said in our own words."""
+    try:
+        return await call(request, timeout=context.time_remaining())
+    except grpc.aio.AioRpcError as error:
+        is_refusal = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        why = error.details() if is_refusal else f"the controller did not answer: {error.details()}"
+        await context.abort(error.code(), why or "")
+        raise  # abort has raised already
 
 
 def _explained(request: RecentRequest, usual: dict[str, float], *, with_hops: bool) -> pb.ExplainedRequest:

@@ -29,12 +29,16 @@ RECONNECT_S = 0.2  # between attempts at a member whose stream ended
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMember:
-    """One ready engine as the membership names it."""
+    """One engine that serves, as the membership names it. A draining one finishes what it has and gets nothing new."""
 
     engine_id: str
     role: Role
     address: str
     incarnation: str
+    is_draining: bool = False
+
+    def is_same_engine(self, other: EngineMember | None) -> bool:
+        return other is not None and (self.address, self.incarnation) == (other.address, other.incarnation)
 
 
 class EngineClient:
@@ -190,13 +194,15 @@ class Directory:
     async def update(self, members: Sequence[EngineMember]) -> None:
         """Takes a new membership over: a member whose incarnation or address changed is a new engine."""
         wanted = {member.engine_id: member for member in members}
-        gone = [key for key, client in self._clients.items() if wanted.get(key) != client.member]
+        gone = [key for key, client in self._clients.items() if not client.member.is_same_engine(wanted.get(key))]
         closing = [self._clients.pop(key) for key in gone]
         holders = [member for member in members if member.role != "decode"]
-        for client in self._clients.values():
+        for key, client in self._clients.items():
+            client.member = wanted[key]
             client.meet(holders)
         for key in wanted.keys() - self._clients.keys():
             self._clients[key] = EngineClient(wanted[key], self._model, self._notify, holders)
+        self._notify()
         await asyncio.gather(*(client.close() for client in closing))
 
     def _notify(self) -> None:
@@ -204,8 +210,9 @@ class Directory:
         self.changed = asyncio.Event()
 
     def ready(self, role: Role) -> list[EngineClient]:
-        """Connected engines that take this kind of work."""
-        return [c for c in self._clients.values() if c.is_connected and c.member.role in (role, "mixed")]
+        """Connected engines that take new work of this kind."""
+        taking = [c for c in self._clients.values() if c.is_connected and not c.member.is_draining]
+        return [client for client in taking if client.member.role in (role, "mixed")]
 
     def refusals(self) -> list[str]:
         """For operators: each member that does not take this gateway, and why."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
@@ -99,16 +100,15 @@ class Gateway:
             try:
                 stream = admin_pb2_grpc.AdminStub(self._admin).WatchMembership(admin_pb2.WatchMembershipRequest())
                 async for membership in stream:
-                    await self.directory.update(_ready_members(membership))
+                    await self.directory.update(_serving_members(membership))
                 reason = "it ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = error.code().name
             logger.warning("the controller at %s is away (%s); the engines known stay", admin_address, reason)
             await asyncio.sleep(RECONNECT_S)
 
-    async def wait_until_ready(self) -> None:
-        """Returns when both pools have an engine that is connected."""
-        roles: tuple[Role, ...] = ("prefill", "decode")
+    async def wait_until_ready(self, roles: Collection[Role]) -> None:
+        """Returns when each of these pools has an engine that is connected."""
         for role in roles:
             await self.directory.wait_for(role, timeout_s=float("inf"))
 
@@ -145,14 +145,15 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _ready_members(membership: admin_pb2.Membership) -> list[EngineMember]:
+def _serving_members(membership: admin_pb2.Membership) -> list[EngineMember]:
     return [
         EngineMember(
             engine_id=member.engine_id,
             role=cast(Role, member.role),
             address=member.address,
             incarnation=member.incarnation,
+            is_draining=member.state == "draining",
         )
         for member in membership.members
-        if member.state == "ready"
+        if member.state in ("ready", "draining")
     ]

@@ -30,6 +30,7 @@ from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 from pd_service.models.config import fingerprint
 from pd_service.node.engine_layout import describe_layout
 from pd_service.node.holder import Holder
+from pd_service.node.pulse import Pulse
 from pd_service.node.reader import Reader
 from pd_service.request import FinishReason, RequestId, Ticket, TokenEvent
 from pd_service.rpc import engine_pb2 as pb
@@ -277,6 +278,11 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         self._holder.release_owner(session)
 
     # ---- for operators
+
+    async def pulse(self) -> Pulse:
+        """A coroutine, so that an event loop that is stuck gives none."""
+        held = len(self._owners) + self._holder.num_leases + self._reader.num_pulls
+        return Pulse(turns=self._engine_loop.turns, is_busy=self._engine_loop.is_busy, held=held)
 
     async def GetStatus(self, request: pb.EngineStatusRequest, context: Context) -> pb.EngineStatus:
         kv = self._engine.kv_cache_manager

@@ -26,41 +26,57 @@ from pd_service.rpc import engine_pb2 as pd__service_dot_rpc_dot_engine__pb2
 from pd_service.rpc import generation_pb2 as pd__service_dot_rpc_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apd_service/rpc/admin.proto\x12\x05pd.v1\x1a\x1bpd_service/rpc/engine.proto\x1a\x1fpd_service/rpc/generation.proto\"\x0f\n\rStatusRequest\"\x89\x01\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12membership_version\x18\x02 \x01(\x04\x12 \n\x05pools\x18\x03 \x03(\x0b\x32\x11.pd.v1.PoolStatus\x12*\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x19.pd.v1.EngineMemberStatus\"b\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\x12\x10\n\x08replaced\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\"i\n\x12\x45ngineMemberStatus\x12\x1d\n\x06member\x18\x01 \x01(\x0b\x32\r.pd.v1.Member\x12#\n\x06status\x18\x02 \x01(\x0b\x32\x13.pd.v1.EngineStatus\x12\x0f\n\x07problem\x18\x03 \x01(\t\"\x18\n\x16WatchMembershipRequest\"=\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x1e\n\x07members\x18\x02 \x03(\x0b\x32\r.pd.v1.Member\"~\n\x06Member\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x10\n\x08progress\x18\x07 \x01(\t\"3\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"m\n\x0f\x45xplainResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.pd.v1.ExplainedRequest\x12 \n\x05usual\x18\x02 \x03(\x0b\x32\x11.pd.v1.UsualPhase\x12\r\n\x05reach\x18\x03 \x01(\t\"\x9d\x01\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\raccepted_unix\x18\x02 \x01(\x01\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\'\n\x07\x61nswers\x18\x06 \x03(\x0b\x32\x16.pd.v1.ExplainedAnswer\"\xe4\x01\n\x0f\x45xplainedAnswer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07retries\x18\x04 \x01(\r\x12\x14\n\x07ttft_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12!\n\x06phases\x18\x06 \x01(\x0b\x32\x11.pd.v1.PhaseTimes\x12\x18\n\x04hops\x18\x07 \x03(\x0b\x32\n.pd.v1.Hop\x12 \n\x06guilty\x18\x08 \x01(\x0b\x32\x10.pd.v1.GuiltyHopB\n\n\x08_ttft_ms\"Q\n\x03Hop\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\n\n\x02ms\x18\x02 \x01(\x01\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\".\n\nUsualPhase\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tmedian_ms\x18\x02 \x01(\x01\"?\n\tGuiltyHop\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08usual_ms\x18\x02 \x01(\x01\x12\x11\n\texcess_ms\x18\x03 \x01(\x01\x32\xbf\x01\n\x05\x41\x64min\x12\x35\n\x06Status\x12\x14.pd.v1.StatusRequest\x1a\x15.pd.v1.StatusResponse\x12\x45\n\x0fWatchMembership\x12\x1d.pd.v1.WatchMembershipRequest\x1a\x11.pd.v1.Membership0\x01\x12\x38\n\x07\x45xplain\x12\x15.pd.v1.ExplainRequest\x1a\x16.pd.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apd_service/rpc/admin.proto\x12\x05pd.v1\x1a\x1bpd_service/rpc/engine.proto\x1a\x1fpd_service/rpc/generation.proto\"\x0f\n\rStatusRequest\"\xa2\x01\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12membership_version\x18\x02 \x01(\x04\x12 \n\x05pools\x18\x03 \x03(\x0b\x32\x11.pd.v1.PoolStatus\x12*\n\x07\x65ngines\x18\x04 \x03(\x0b\x32\x19.pd.v1.EngineMemberStatus\x12\x17\n\x0f\x63ontroller_life\x18\x05 \x01(\x04\"\xa1\x01\n\nPoolStatus\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65sired\x18\x02 \x01(\r\x12\r\n\x05ready\x18\x03 \x01(\r\x12\x10\n\x08replaced\x18\x04 \x01(\r\x12\x14\n\x0clast_failure\x18\x05 \x01(\t\x12\x14\n\x0cmin_replicas\x18\x06 \x01(\r\x12\x14\n\x0cmax_replicas\x18\x07 \x01(\r\x12\x11\n\twaits_for\x18\x08 \x01(\t\"i\n\x12\x45ngineMemberStatus\x12\x1d\n\x06member\x18\x01 \x01(\x0b\x32\r.pd.v1.Member\x12#\n\x06status\x18\x02 \x01(\x0b\x32\x13.pd.v1.EngineStatus\x12\x0f\n\x07problem\x18\x03 \x01(\t\"\x18\n\x16WatchMembershipRequest\"\x8d\x01\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x1e\n\x07members\x18\x02 \x03(\x0b\x32\r.pd.v1.Member\x12 \n\x05pools\x18\x03 \x03(\x0b\x32\x11.pd.v1.PoolStatus\x12\x13\n\x0bis_stopping\x18\x04 \x01(\x08\x12\x17\n\x0f\x63ontroller_life\x18\x05 \x01(\x04\"\x9c\x01\n\x06Member\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x10\n\x08progress\x18\x07 \x01(\t\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12\x0c\n\x04held\x18\t \x01(\r\"t\n\x0cScaleRequest\x12\x33\n\x08replicas\x18\x01 \x03(\x0b\x32!.pd.v1.ScaleRequest.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"1\n\rScaleResponse\x12 \n\x05pools\x18\x01 \x03(\x0b\x32\x11.pd.v1.PoolStatus\"C\n\x0c\x44rainRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x07limit_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_limit_s\".\n\rDrainResponse\x12\x1d\n\x06member\x18\x01 \x01(\x0b\x32\r.pd.v1.Member\"\r\n\x0bStopRequest\"\"\n\x0cStopResponse\x12\x12\n\ncontroller\x18\x01 \x01(\t\"3\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"m\n\x0f\x45xplainResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.pd.v1.ExplainedRequest\x12 \n\x05usual\x18\x02 \x03(\x0b\x32\x11.pd.v1.UsualPhase\x12\r\n\x05reach\x18\x03 \x01(\t\"\x9d\x01\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\raccepted_unix\x18\x02 \x01(\x01\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\'\n\x07\x61nswers\x18\x06 \x03(\x0b\x32\x16.pd.v1.ExplainedAnswer\"\xe4\x01\n\x0f\x45xplainedAnswer\x12\r\n\x05index\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07retries\x18\x04 \x01(\r\x12\x14\n\x07ttft_ms\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12!\n\x06phases\x18\x06 \x01(\x0b\x32\x11.pd.v1.PhaseTimes\x12\x18\n\x04hops\x18\x07 \x03(\x0b\x32\n.pd.v1.Hop\x12 \n\x06guilty\x18\x08 \x01(\x0b\x32\x10.pd.v1.GuiltyHopB\n\n\x08_ttft_ms\"Q\n\x03Hop\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x01\x12\n\n\x02ms\x18\x02 \x01(\x01\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\".\n\nUsualPhase\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x11\n\tmedian_ms\x18\x02 \x01(\x01\"?\n\tGuiltyHop\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x10\n\x08usual_ms\x18\x02 \x01(\x01\x12\x11\n\texcess_ms\x18\x03 \x01(\x01\x32\xd8\x02\n\x05\x41\x64min\x12\x35\n\x06Status\x12\x14.pd.v1.StatusRequest\x1a\x15.pd.v1.StatusResponse\x12\x45\n\x0fWatchMembership\x12\x1d.pd.v1.WatchMembershipRequest\x1a\x11.pd.v1.Membership0\x01\x12\x38\n\x07\x45xplain\x12\x15.pd.v1.ExplainRequest\x1a\x16.pd.v1.ExplainResponse\x12\x32\n\x05Scale\x12\x13.pd.v1.ScaleRequest\x1a\x14.pd.v1.ScaleResponse\x12\x32\n\x05\x44rain\x12\x13.pd.v1.DrainRequest\x1a\x14.pd.v1.DrainResponse\x12/\n\x04Stop\x12\x12.pd.v1.StopRequest\x1a\x13.pd.v1.StopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pd_service.rpc.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCALEREQUEST_REPLICASENTRY']._loaded_options = None
+  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=99
   _globals['_STATUSREQUEST']._serialized_end=114
   _globals['_STATUSRESPONSE']._serialized_start=117
-  _globals['_STATUSRESPONSE']._serialized_end=254
-  _globals['_POOLSTATUS']._serialized_start=256
-  _globals['_POOLSTATUS']._serialized_end=354
-  _globals['_ENGINEMEMBERSTATUS']._serialized_start=356
-  _globals['_ENGINEMEMBERSTATUS']._serialized_end=461
-  _globals['_WATCHMEMBERSHIPREQUEST']._serialized_start=463
-  _globals['_WATCHMEMBERSHIPREQUEST']._serialized_end=487
-  _globals['_MEMBERSHIP']._serialized_start=489
-  _globals['_MEMBERSHIP']._serialized_end=550
-  _globals['_MEMBER']._serialized_start=552
-  _globals['_MEMBER']._serialized_end=678
-  _globals['_EXPLAINREQUEST']._serialized_start=680
-  _globals['_EXPLAINREQUEST']._serialized_end=731
-  _globals['_EXPLAINRESPONSE']._serialized_start=733
-  _globals['_EXPLAINRESPONSE']._serialized_end=842
-  _globals['_EXPLAINEDREQUEST']._serialized_start=845
-  _globals['_EXPLAINEDREQUEST']._serialized_end=1002
-  _globals['_EXPLAINEDANSWER']._serialized_start=1005
-  _globals['_EXPLAINEDANSWER']._serialized_end=1233
-  _globals['_HOP']._serialized_start=1235
-  _globals['_HOP']._serialized_end=1316
-  _globals['_USUALPHASE']._serialized_start=1318
-  _globals['_USUALPHASE']._serialized_end=1364
-  _globals['_GUILTYHOP']._serialized_start=1366
-  _globals['_GUILTYHOP']._serialized_end=1429
-  _globals['_ADMIN']._serialized_start=1432
-  _globals['_ADMIN']._serialized_end=1623
+  _globals['_STATUSRESPONSE']._serialized_end=279
+  _globals['_POOLSTATUS']._serialized_start=282
+  _globals['_POOLSTATUS']._serialized_end=443
+  _globals['_ENGINEMEMBERSTATUS']._serialized_start=445
+  _globals['_ENGINEMEMBERSTATUS']._serialized_end=550
+  _globals['_WATCHMEMBERSHIPREQUEST']._serialized_start=552
+  _globals['_WATCHMEMBERSHIPREQUEST']._serialized_end=576
+  _globals['_MEMBERSHIP']._serialized_start=579
+  _globals['_MEMBERSHIP']._serialized_end=720
+  _globals['_MEMBER']._serialized_start=723
+  _globals['_MEMBER']._serialized_end=879
+  _globals['_SCALEREQUEST']._serialized_start=881
+  _globals['_SCALEREQUEST']._serialized_end=997
+  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_start=950
+  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_end=997
+  _globals['_SCALERESPONSE']._serialized_start=999
+  _globals['_SCALERESPONSE']._serialized_end=1048
+  _globals['_DRAINREQUEST']._serialized_start=1050
+  _globals['_DRAINREQUEST']._serialized_end=1117
+  _globals['_DRAINRESPONSE']._serialized_start=1119
+  _globals['_DRAINRESPONSE']._serialized_end=1165
+  _globals['_STOPREQUEST']._serialized_start=1167
+  _globals['_STOPREQUEST']._serialized_end=1180
+  _globals['_STOPRESPONSE']._serialized_start=1182
+  _globals['_STOPRESPONSE']._serialized_end=1216
+  _globals['_EXPLAINREQUEST']._serialized_start=1218
+  _globals['_EXPLAINREQUEST']._serialized_end=1269
+  _globals['_EXPLAINRESPONSE']._serialized_start=1271
+  _globals['_EXPLAINRESPONSE']._serialized_end=1380
+  _globals['_EXPLAINEDREQUEST']._serialized_start=1383
+  _globals['_EXPLAINEDREQUEST']._serialized_end=1540
+  _globals['_EXPLAINEDANSWER']._serialized_start=1543
+  _globals['_EXPLAINEDANSWER']._serialized_end=1771
+  _globals['_HOP']._serialized_start=1773
+  _globals['_HOP']._serialized_end=1854
+  _globals['_USUALPHASE']._serialized_start=1856
+  _globals['_USUALPHASE']._serialized_end=1902
+  _globals['_GUILTYHOP']._serialized_start=1904
+  _globals['_GUILTYHOP']._serialized_end=1967
+  _globals['_ADMIN']._serialized_start=1970
+  _globals['_ADMIN']._serialized_end=2314
 # @@protoc_insertion_point(module_scope)

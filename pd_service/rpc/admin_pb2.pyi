@@ -13,30 +13,38 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "membership_version", "pools", "engines")
+    __slots__ = ("model", "membership_version", "pools", "engines", "controller_life")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MEMBERSHIP_VERSION_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_LIFE_FIELD_NUMBER: _ClassVar[int]
     model: str
     membership_version: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
     engines: _containers.RepeatedCompositeFieldContainer[EngineMemberStatus]
-    def __init__(self, model: _Optional[str] = ..., membership_version: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineMemberStatus, _Mapping]]] = ...) -> None: ...
+    controller_life: int
+    def __init__(self, model: _Optional[str] = ..., membership_version: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineMemberStatus, _Mapping]]] = ..., controller_life: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("role", "desired", "ready", "replaced", "last_failure")
+    __slots__ = ("role", "desired", "ready", "replaced", "last_failure", "min_replicas", "max_replicas", "waits_for")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     DESIRED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REPLACED_FIELD_NUMBER: _ClassVar[int]
     LAST_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     role: str
     desired: int
     ready: int
     replaced: int
     last_failure: str
-    def __init__(self, role: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ..., replaced: _Optional[int] = ..., last_failure: _Optional[str] = ...) -> None: ...
+    min_replicas: int
+    max_replicas: int
+    waits_for: str
+    def __init__(self, role: _Optional[str] = ..., desired: _Optional[int] = ..., ready: _Optional[int] = ..., replaced: _Optional[int] = ..., last_failure: _Optional[str] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class EngineMemberStatus(_message.Message):
     __slots__ = ("member", "status", "problem")
@@ -53,15 +61,21 @@ class WatchMembershipRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("version", "members")
+    __slots__ = ("version", "members", "pools", "is_stopping", "controller_life")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    IS_STOPPING_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_LIFE_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    is_stopping: bool
+    controller_life: int
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ..., is_stopping: _Optional[bool] = ..., controller_life: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("engine_id", "role", "address", "incarnation", "state", "host", "progress")
+    __slots__ = ("engine_id", "role", "address", "incarnation", "state", "host", "progress", "reason", "held")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +83,8 @@ class Member(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     role: str
     address: str
@@ -76,7 +92,52 @@ class Member(_message.Message):
     state: str
     host: str
     progress: str
-    def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., host: _Optional[str] = ..., progress: _Optional[str] = ...) -> None: ...
+    reason: str
+    held: int
+    def __init__(self, engine_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., state: _Optional[str] = ..., host: _Optional[str] = ..., progress: _Optional[str] = ..., reason: _Optional[str] = ..., held: _Optional[int] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("replicas",)
+    class ReplicasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.ScalarMap[str, int]
+    def __init__(self, replicas: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("pools",)
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    pools: _containers.RepeatedCompositeFieldContainer[PoolStatus]
+    def __init__(self, pools: _Optional[_Iterable[_Union[PoolStatus, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("engine_id", "limit_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    limit_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., limit_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("member",)
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopResponse(_message.Message):
+    __slots__ = ("controller",)
+    CONTROLLER_FIELD_NUMBER: _ClassVar[int]
+    controller: str
+    def __init__(self, controller: _Optional[str] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id", "limit")

@@ -49,6 +49,21 @@ class AdminStub:
                 request_serializer=pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/pd.v1.Admin/Scale',
+                request_serializer=pd__service_dot_rpc_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_admin__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/pd.v1.Admin/Drain',
+                request_serializer=pd__service_dot_rpc_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Stop = channel.unary_unary(
+                '/pd.v1.Admin/Stop',
+                request_serializer=pd__service_dot_rpc_dot_admin__pb2.StopRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_admin__pb2.StopResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -74,6 +89,28 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Asks for other numbers of engines. Returns at once; the membership shows the way there. INVALID_ARGUMENT, and
+        nothing is changed, when any of it is impossible.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """No new work for an engine, and its end once it holds nothing. Returns at once. INVALID_ARGUMENT for an unknown one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Stop(self, request, context):
+        """Ends every engine and the service. Returns at once; the controller answers until everything is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +128,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=pd__service_dot_rpc_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pd__service_dot_rpc_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Stop': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stop,
+                    request_deserializer=pd__service_dot_rpc_dot_admin__pb2.StopRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_admin__pb2.StopResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +226,87 @@ class Admin:
             '/pd.v1.Admin/Explain',
             pd__service_dot_rpc_dot_admin__pb2.ExplainRequest.SerializeToString,
             pd__service_dot_rpc_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Admin/Scale',
+            pd__service_dot_rpc_dot_admin__pb2.ScaleRequest.SerializeToString,
+            pd__service_dot_rpc_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Admin/Drain',
+            pd__service_dot_rpc_dot_admin__pb2.DrainRequest.SerializeToString,
+            pd__service_dot_rpc_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stop(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Admin/Stop',
+            pd__service_dot_rpc_dot_admin__pb2.StopRequest.SerializeToString,
+            pd__service_dot_rpc_dot_admin__pb2.StopResponse.FromString,
             options,
             channel_credentials,
             insecure,
