@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+ENDING_S = 2.0  # a bound for a busy machine: what ends by itself does so within a few turns of the loop
+
 _runner = asyncio.Runner()
 
 
@@ -24,7 +26,8 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _still_running() -> list[asyncio.Task[Any]]:
-    """Tasks that do not end by themselves within a few turns of the loop."""
-    for _ in range(50):
-        await asyncio.sleep(0)
-    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    """Tasks that do not end by themselves, though gRPC has had time to tell them of the end of their calls."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=ENDING_S)
+    return list(left)

@@ -214,8 +214,8 @@ class Peer:
                 answer.set_exception(error)
 
     def _break(self, reason: str) -> None:
-        self.broken = reason
-        self._fail(None, TransferFailed(reason))
+        self.broken = self.broken or reason  # the first is the cause
+        self._fail(None, TransferFailed(self.broken))
 
     async def close(self) -> None:
         """Ends the channel, and with PlaneError every read over it."""
