@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 
 from pd_service.channels import server_options
-from pd_service.engine.messages import Hold, PullOrder
+from pd_service.engine.messages import Hold, KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.node.holder import Holder
 from pd_service.node.reader import Reader
@@ -39,6 +39,7 @@ NETWORK_PLANES = ("shm", "tcp")
 ATTN_TYPE = "FullAttention"
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_TICKET = 16, 65, 4
 PATIENCE_S = 60.0  # a bound on what comes in milliseconds, or in two seconds where somebody has fallen silent
+NUM_TOKENS = BLOCKS_PER_TICKET * BLOCK_SIZE
 NEVER_S = 600.0  # leases and pulls that only a broken channel can end while a test runs
 
 
@@ -111,15 +112,20 @@ class HolderEnd:
         hold = Hold(
             request_id=RequestId(f"r{index}"),
             tables={ATTN_TYPE: ticket_blocks(index)},
-            num_tokens=BLOCKS_PER_TICKET * BLOCK_SIZE,
+            num_ready=NUM_TOKENS,
+            num_tokens=NUM_TOKENS,
             token_digest=b"digest",
+            next_token=7,
         )
-        return self.holder.hold(hold, owner=self)
+        ticket = self.holder.follow(hold, owner=self)
+        assert ticket is not None
+        return ticket
 
     def is_empty(self) -> bool:
         """No table knows any reader or lease."""
         holder = self.holder
-        return not holder._channels and not holder.num_leases and not len(holder._leases) and holder._guard.is_empty()
+        tables = (holder._channels, holder._held, holder._computing, holder._leases)
+        return not any(len(table) for table in tables) and holder._guard.is_empty()
 
     async def close(self) -> None:
         self.holder.close()
@@ -141,14 +147,14 @@ class ReaderEnd:
     async def pull(self, ticket: Ticket, index: int = 0) -> PullStats:
         """Claims and pulls into the blocks of `index`. Raises what the pull ends with."""
         request_id = RequestId(uuid.uuid4().hex)
-        ended: asyncio.Future[PullStats | Exception] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[KvArrived | KvFailed] = asyncio.get_running_loop().create_future()
         self.reader.claim(request_id, ticket)
         order = PullOrder(request_id=request_id, ticket=ticket, first_token=0, tables={ATTN_TYPE: ticket_blocks(index)})
         self.reader.pull(order, ended.set_result)
         result = await ended
-        if isinstance(result, Exception):
-            raise result
-        return result
+        if isinstance(result, KvFailed):
+            raise result.error
+        return result.stats
 
     def has_right_bytes(self, index: int, source: int | None = None) -> bool:
         """The pull of `index` has brought what every holder has in the blocks of `source` (the same)."""
@@ -160,7 +166,8 @@ class ReaderEnd:
     def is_forgotten(self) -> bool:
         """No table knows any peer or ticket."""
         reader = self.reader
-        return not (reader._peers or reader._claims or reader._refusals or reader._tasks or reader.num_pulls)
+        tables = (reader._peers, reader._claims, reader._pulling, reader._refusals, reader._tasks)
+        return not any(tables) and not reader.num_pulls
 
     async def close(self) -> None:
         await self.reader.close()
