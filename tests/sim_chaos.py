@@ -215,6 +215,7 @@ async def course(seed: int, impatience: float, changes: dict[str, Any]) -> Count
         for engine in cluster.engines.values():
             counts["cached tokens"] += engine.scheduler.counters.cached_tokens
             counts["preemptions"] += engine.scheduler.counters.preemptions
+            counts["early reads"] += engine.reader.num_early_reads
             counts.update(f"lease {end}" for end in engine.holder.ends)
     return counts
 

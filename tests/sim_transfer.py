@@ -40,10 +40,13 @@ class Opened:
         self._failure = error
         self._changed.set()
 
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     async def more_than(self, num_tokens: int) -> Hold:
         while True:
-            if self._failure is not None:
-                raise self._failure
+            self.check()
             if self.hold.num_ready > num_tokens or self.hold.next_token is not None:
                 return self.hold
             self._changed.clear()
@@ -74,6 +77,7 @@ class Channel:
         return opened
 
     async def confirm(self, opened: Opened) -> bool:
+        opened.check()
         try:
             is_right: bool = await self.ask("confirm", opened.lease_id, opened.pull_id)
         finally:

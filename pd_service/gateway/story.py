@@ -1,8 +1,9 @@
 """The story of a request, readable top to bottom.
 
 While tokens are missing: prefill what we have so far somewhere, hand out the token, decode it somewhere with the
-ticket. On an error that another round can mend, go round again; resuming after any failure is the first line again,
-with prompt and output so far. Whatever happens, the ticket is given back.
+ticket. That comes when the prefill begins, and a decode engine follows it from then on; if it cannot, another one takes
+the ticket when the prompt is computed. On an error that another round can mend, go round again; resuming after any
+failure is the first line again, with prompt and output so far. Whatever happens, the ticket is given back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 
 from pd_service.config import GatewaySettings, Role
 from pd_service.errors import EngineFailed, Overloaded, RetryableError, Unavailable
+from pd_service.gateway.early_decode import EarlyDecode
 from pd_service.gateway.generation import StoryEnd, StoryEvent, StoryPrompt, StoryTokens
 from pd_service.gateway.job import Job
 from pd_service.gateway.router import Affinity, Candidate, choose_way, rank_decode, rank_prefill
@@ -99,30 +101,34 @@ class RequestStory:
             return
         if progress.num_missing > 1:
             await self._wait_for("decode")  # a ticket that nobody can use yet would only lose its lease
-        engine, first = await self._prefill(progress)
-        with _given_back(engine, first.ticket):
-            for event in _hand_out(first, progress):
-                yield event
-            if first.ticket is None:
-                yield _end(first)
-                return
-            async with aclosing(self._decode(progress, first.ticket)) as events:
-                async for event in events:
+        async with EarlyDecode() as early:
+            engine, first = await self._prefill(progress, early)
+            with _given_back(engine, first.ticket):
+                for event in _hand_out(first, progress):
                     yield event
+                if first.ticket is None:
+                    yield _end(first)
+                    return
+                async with aclosing(self._go_on(progress, first.ticket, early)) as events:
+                    async for event in events:
+                        yield event
 
-    async def _prefill(self, progress: _Progress) -> tuple[Engine, TokenEvent]:
+    async def _prefill(self, progress: _Progress, early: EarlyDecode) -> tuple[Engine, TokenEvent]:
         """The first prefill engine that has room, and what it says; a full one costs one refused call."""
         refusal: Overloaded | None = None
         for engine in rank_prefill(await self._wait_for("prefill"), progress.preferred.prefill):
             try:
-                return engine, await self._prefill_on(engine, progress)
+                return engine, await self._prefill_on(engine, progress, early)
             except Overloaded as error:
                 refusal = error
         assert refusal is not None
         raise refusal
 
-    async def _prefill_on(self, engine: Engine, progress: _Progress) -> TokenEvent:
-        """The first token, and the ticket for the KV before it unless the request has ended with that token."""
+    async def _prefill_on(self, engine: Engine, progress: _Progress, early: EarlyDecode) -> TokenEvent:
+        """The first token, and the ticket for the KV before it unless the request has ended with that token.
+
+        Each ticket before that begins an early decode; one that has lost its blocks is followed by another.
+        """
         request = _request(progress, prefill_only=True)
         if progress.job.index == 0:
             progress.job.affinity.prefill = engine.engine_id
@@ -131,15 +137,47 @@ class RequestStory:
                 if event.finish is not None:
                     _account(event, progress, has_ticket=False)
                     return event
+                if event.ticket is not None and progress.num_missing > 1:
+                    await self._begin(early, event.ticket, progress)
         raise EngineFailed(f"{engine.engine_id} ended the request without a token")
 
-    async def _decode(self, progress: _Progress, ticket: Ticket | None) -> AsyncGenerator[StoryEvent, None]:
-        """All further tokens from the first decode engine that has room; a full one costs one refused call."""
-        refusal: Overloaded | None = None
-        for engine in rank_decode(await self._wait_for("decode"), progress.preferred.decode):
+    async def _begin(self, early: EarlyDecode, ticket: Ticket, progress: _Progress) -> None:
+        """Has the best decode engine there is now follow the prefill; without any, it is asked for later."""
+        try:
+            engines = await self._engines.wait_for("decode", 0.0)
+        except Unavailable:
+            return
+        engine = rank_decode(engines, progress.preferred.decode)[0]
+        await early.begin(engine.engine_id, self._run_decode(engine, progress, ticket))
+
+    async def _go_on(self, progress: _Progress, ticket: Ticket, early: EarlyDecode) -> AsyncGenerator[StoryEvent, None]:
+        """All further tokens, from the decode engine that has followed the prefill unless it could not."""
+        if early.is_running:
             try:
-                async with aclosing(self._decode_on(engine, progress, ticket)) as events:
+                async with aclosing(self._listen(early.events(), progress, has_ticket=True)) as events:
                     async for event in events:
+                        yield event
+                return
+            except Overloaded as error:
+                logger.info("request %s takes its ticket elsewhere: %s", progress.job.request_id, error)
+        async with aclosing(self._decode(progress, ticket, avoided=early.engine_id)) as events:
+            async for event in events:
+                yield event
+
+    async def _decode(
+        self, progress: _Progress, ticket: Ticket | None, avoided: str = ""
+    ) -> AsyncGenerator[StoryEvent, None]:
+        """All further tokens from the first decode engine that has room; a full one costs one refused call.
+
+        The engine named `avoided` is asked last.
+        """
+        refusal: Overloaded | None = None
+        ranked = rank_decode(await self._wait_for("decode"), progress.preferred.decode)
+        for engine in sorted(ranked, key=lambda engine: engine.engine_id == avoided):
+            try:
+                events = self._run_decode(engine, progress, ticket)
+                async with aclosing(self._listen(events, progress, has_ticket=ticket is not None)) as handed:
+                    async for event in handed:
                         yield event
                 return
             except Overloaded as error:
@@ -147,15 +185,20 @@ class RequestStory:
         assert refusal is not None
         raise refusal
 
-    async def _decode_on(
+    def _run_decode(
         self, engine: Engine, progress: _Progress, ticket: Ticket | None
-    ) -> AsyncGenerator[StoryEvent, None]:
-        request = _request(progress, ticket=ticket)
+    ) -> AsyncGenerator[TokenEvent, None]:
         if progress.job.index == 0:
             progress.job.affinity.decode = engine.engine_id
-        async with aclosing(engine.run(request, progress.job.deadline)) as events:
+        return engine.run(_request(progress, ticket=ticket), progress.job.deadline)
+
+    async def _listen(
+        self, events: AsyncGenerator[TokenEvent, None], progress: _Progress, *, has_ticket: bool
+    ) -> AsyncGenerator[StoryEvent, None]:
+        """Hands out what a decode engine says."""
+        async with aclosing(events):
             async for event in events:
-                _account(event, progress, has_ticket=ticket is not None)
+                _account(event, progress, has_ticket=has_ticket)
                 self._metrics.count_drafts(event.num_drafted, max(0, len(event.token_ids) - 1))
                 for handed in _hand_out(event, progress):
                     yield handed
@@ -175,14 +218,18 @@ def _now() -> float:
 
 
 def _request(progress: _Progress, *, prefill_only: bool = False, ticket: Ticket | None = None) -> EngineRequest:
-    """The prompt's log probabilities are asked of rounds without output alone: they came with the first token."""
+    """The prompt's log probabilities are asked of whoever computes it, in rounds without output alone.
+
+    A ticket for all tokens brings one more, which is not asked for.
+    """
     job, sampling = progress.job, progress.job.sampling
+    gets_token = ticket is not None and ticket.num_tokens == len(progress.token_ids)
     return EngineRequest(
         request_id=RequestId(uuid.uuid4().hex),  # unique per attempt, whatever the client's id
         token_ids=progress.token_ids,
         num_prompt_tokens=len(job.prompt_token_ids),
-        max_new_tokens=progress.num_missing,
-        sampling=replace(sampling, prompt_logprobs=None) if progress.output else sampling,
+        max_new_tokens=progress.num_missing - gets_token,
+        sampling=replace(sampling, prompt_logprobs=None) if progress.output or gets_token else sampling,
         prefill_only=prefill_only,
         ticket=ticket,
         priority=job.priority,

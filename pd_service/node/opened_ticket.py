@@ -63,11 +63,15 @@ class OpenedTicket:
         self._failure = error
         self._changed.set()
 
+    def check(self) -> None:
+        """Raises TransferFailed if it has failed."""
+        if self._failure is not None:
+            raise self._failure
+
     async def more_than(self, num_tokens: int) -> Ready:
         """Waits until more tokens are ready than these, or all and the next one is known. Raises TransferFailed."""
         while True:
-            if self._failure is not None:
-                raise self._failure
+            self.check()
             if self._ready.num_tokens > num_tokens or self._ready.next_token is not None:
                 return self._ready
             self._changed.clear()

@@ -135,7 +135,8 @@ class Peer:
             raise
 
     async def confirm(self, opened: OpenedTicket) -> bool:
-        """Ends the pull. False: what was read may not be used."""
+        """Ends the pull. False: what was read may not be used. Raises TransferFailed, also if that is known already."""
+        opened.check()
         message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=opened.lease_id, pull_id=opened.pull_id))
         try:
             valid: bool = await self._ask((opened.lease_id, opened.pull_id, "confirmed"), message)
