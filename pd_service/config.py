@@ -17,7 +17,7 @@ from pd_service.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
 PoolRole = Literal["prefill", "decode"]
-PlaneName = Literal["memory", "shm", "tcp"]
+PlaneName = Literal["memory", "shm", "mooncake", "tcp"]
 
 DeviceName = Literal["cpu", "npu"]
 Dtype = Literal["float32", "bfloat16"]
