@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := pd_service kv_cache transfer tests benchmarks
 
-.PHONY: setup serve test soak lint types proto bench clean
+.PHONY: setup mooncake serve test soak lint types proto bench clean
 
 setup: $(VENV)/installed
 
@@ -14,6 +14,9 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
 	$(BIN)/python -m pip install --editable ".[dev]"
 	@touch $@
+
+mooncake: setup  # the optional data plane; without it its tests are skipped
+	$(BIN)/python -m pip install --quiet --retries 1 --timeout 20 --editable ".[mooncake]"
 
 serve: setup
 	@exec $(BIN)/pd-service serve

@@ -1,7 +1,8 @@
-"""Memory for tests of data planes, and a holder in a process of its own.
+"""Memory for tests of data planes, and the sides of one in a process of its own (`python plane_memory.py ROLE ...`).
 
-`python plane_memory.py shm|tcp` prints the endpoint (msgpack, hex) of a `Region` and serves it until its standard input
-ends; `python plane_memory.py memory ENDPOINT` tries to connect from another process and prints why it cannot.
+hold PLANE LENS...             prints the endpoint (msgpack, hex) of a `Region` and serves it; answers any line with
+                               "closed" when it no longer does
+read PLANE ENDPOINT LENS...    prints "reading" and reads all buffers again and again, or prints why it cannot
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -19,6 +21,7 @@ from transfer.planes import make_plane
 from transfer.planes.base import (
     Buffers,
     Int64Array,
+    Plane,
     PlaneUnavailable,
     ReadRefused,
     Runs,
@@ -27,6 +30,7 @@ from transfer.planes.base import (
 )
 
 NAME = "plane-test"
+SECRET = b"secret"
 LENS = (4096, 4096, 777, 65536, 4096, 1)
 
 
@@ -62,6 +66,24 @@ class Open:
 
     def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
         return
+
+
+class Secret(Open):
+    """A guard that knows one token only, `SECRET`."""
+
+    def knows(self, token: bytes) -> bool:
+        return token == SECRET
+
+    def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
+        if token != SECRET:
+            raise ReadRefused("this reader is not known")
+
+
+class Ended(Open):
+    """A guard whose leases have all ended."""
+
+    def check(self, token: bytes, lease_id: str, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> None:
+        raise ReadRefused("the lease has ended")
 
 
 class Bounds(Open):
@@ -102,19 +124,34 @@ def apply(runs: Runs, source: Sequence[np.ndarray], dest: Sequence[np.ndarray]) 
             dest[db][do + i] = source[sb][so + i]
 
 
-def main() -> None:
-    region = Region(seed=1)
-    plane = make_plane(sys.argv[1], host="127.0.0.1")
-    if len(sys.argv) > 2:
-        try:
-            plane.connect(msgpack.unpackb(bytes.fromhex(sys.argv[2])), b"token", region.buffers)
-        except PlaneUnavailable as reason:
-            print(reason)
-        return
+def hold(plane: Plane, lens: Sequence[int]) -> None:
+    region = Region(1, lens)
     server = plane.serve(region.buffers, Open())
     print(msgpack.packb(dict(server.endpoint)).hex(), flush=True)
-    sys.stdin.read()
-    server.close()
+    for _ in sys.stdin:
+        server.close()
+        print("closed", flush=True)
+
+
+def read(plane: Plane, endpoint: Mapping[str, Any], lens: Sequence[int]) -> None:
+    region = Region(2, lens)
+    try:
+        reader = plane.connect(endpoint, b"token", region.buffers)
+    except PlaneUnavailable as reason:
+        print(reason)
+        return
+    print("reading", flush=True)
+    while True:
+        reader.read("lease", runs_of(*((b, 0, b, 0, n) for b, n in enumerate(lens))), 60.0)
+
+
+def main() -> None:
+    role, name, *rest = sys.argv[1:]
+    plane = make_plane(name, host="127.0.0.1")
+    if role == "hold":
+        hold(plane, [int(n) for n in rest])
+    else:
+        read(plane, msgpack.unpackb(bytes.fromhex(rest[0])), [int(n) for n in rest[1:]])
 
 
 if __name__ == "__main__":

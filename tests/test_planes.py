@@ -1,146 +1,139 @@
-"""One conformance suite for every data plane; `test_planes_shm` and `test_planes_tcp` hold what only one promises."""
+"""The conformance suite of the data planes: which bytes arrive, and what is refused; `test_planes_faults` has the rest.
+
+`plane_suite.CANNOT` lists what a plane cannot promise, and why. What only one promises is in a file of its own.
+"""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import fields
 
 import msgpack
 import numpy as np
 import pytest
-from plane_memory import LENS, NAME, Bounds, Open, Region, apply, random_runs, runs_of
+from plane_memory import LENS, Bounds, Ended, Open, Region, Secret, apply, random_runs, runs_of
+from plane_suite import CANNOT, HOST, TIMEOUT_S, WAIT_S, Other, OtherHolder, Pair, make, planes, read_and_compare
 
 from transfer.planes import PLANE_NAMES, make_plane
-from transfer.planes.base import Plane, PlaneError, PlaneReader, PlaneServer, PlaneUnavailable, Runs
-
-TIMEOUT_S = 30.0
-WAIT_S = 60.0  # for things that happen at once; only a fault makes a test wait so long
-ROOT = Path(__file__).parent.parent
+from transfer.planes.base import Plane, PlaneError, PlaneUnavailable, ReadRefused, Runs
 
 
-@pytest.fixture(params=PLANE_NAMES)
+@pytest.fixture(params=PLANE_NAMES, scope="module")
 def plane(request: pytest.FixtureRequest) -> Plane:
-    return make_plane(request.param, host="127.0.0.1")
+    return make(request.param)
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def between_processes(request: pytest.FixtureRequest) -> Plane:
-    return make_plane(request.param, host="127.0.0.1")
-
-
-class Pair:
-    """A holder and a reader of one plane in this process."""
-
-    def __init__(self, plane: Plane, lens: tuple[int, ...] = LENS) -> None:
-        self.source, self.dest = Region(1, lens), Region(2, lens)
-        self.server: PlaneServer = plane.serve(self.source.buffers, Open())
-        self.reader: PlaneReader = plane.connect(self.server.endpoint, b"token", self.dest.buffers)
-
-    def close(self) -> None:
-        self.reader.close()
-        self.server.close()
-        self.source.close()
-        self.dest.close()
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair(plane: Plane) -> Iterator[Pair]:
-    made = Pair(plane)
-    yield made
-    made.close()
+    """One for all tests that leave both sides open."""
+    with Pair(plane) as made:
+        yield made
 
 
-@pytest.fixture
-def holder(between_processes: Plane) -> Iterator[subprocess.Popen[str]]:
-    process = start_holder(between_processes.name)
-    yield process
-    process.kill()
-    process.communicate()
+def check(pair: Pair, runs: Runs) -> None:
+    read_and_compare(pair.reader, pair.source, pair.dest, runs)
 
 
-def start_holder(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(Path(__file__).parent / "plane_memory.py"), *arguments]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-
-
-def endpoint_of(process: subprocess.Popen[str]) -> dict[str, object]:
-    assert process.stdout is not None
-    return msgpack.unpackb(bytes.fromhex(process.stdout.readline()))
-
-
-def read_and_compare(pair: Pair, runs: Runs) -> None:
-    holder_before = pair.source.bytes.copy()
-    expected = Region(0)
-    expected.bytes[:] = pair.dest.bytes
-    apply(runs, pair.source.arrays, expected.arrays)
-    pair.reader.read("lease", runs, TIMEOUT_S)
-    np.testing.assert_array_equal(pair.dest.bytes, expected.bytes)  # also the gaps between the buffers
-    np.testing.assert_array_equal(pair.source.bytes, holder_before)
-    expected.close()
+# ---- bytes
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num", [1, 50, 3000])
 def test_a_read_copies_exactly_the_runs(pair: Pair, num: int, seed: int) -> None:
-    read_and_compare(pair, random_runs(seed, num))
+    check(pair, random_runs(seed, num))
 
 
 @pytest.mark.parametrize("num_runs", [1, 5])
 def test_one_pattern_in_many_buffers_arrives_in_each(pair: Pair, num_runs: int) -> None:
     """Buffers 0, 1 and 4 are alike, 0 and 1 at another distance than 1 and 4."""
     places = [(100 + 64 * i, 900 - 64 * i, 33 + i) for i in range(num_runs)]
-    read_and_compare(pair, runs_of(*((b, s, b, d, n) for b in (0, 1, 4) for s, d, n in places)))
+    check(pair, runs_of(*((b, s, b, d, n) for b in (0, 1, 4) for s, d, n in places)))
 
 
 def test_a_pattern_repeats_although_buffers_are_paired_crosswise(pair: Pair) -> None:
-    read_and_compare(pair, runs_of((4, 1, 0, 5, 99), (1, 1, 1, 5, 99), (0, 1, 4, 5, 99)))
+    check(pair, runs_of((4, 1, 0, 5, 99), (1, 1, 1, 5, 99), (0, 1, 4, 5, 99)))
 
 
 def test_whole_buffers_and_single_bytes_are_runs_too(pair: Pair) -> None:
-    read_and_compare(pair, runs_of((3, 0, 3, 0, 65536), (5, 0, 5, 0, 1), (2, 776, 2, 776, 1), (0, 0, 1, 0, 4096)))
+    check(pair, runs_of((3, 0, 3, 0, 65536), (5, 0, 5, 0, 1), (2, 776, 2, 776, 1), (0, 0, 1, 0, 4096)))
 
 
 def test_runs_without_bytes_copy_nothing(pair: Pair) -> None:
-    read_and_compare(pair, runs_of((0, 5, 1, 5, 0), (0, 4096, 1, 4096, 0), (2, 3, 2, 7, 2), (5, 1, 5, 1, 0)))
+    check(pair, runs_of((0, 5, 1, 5, 0), (0, 4096, 1, 4096, 0), (2, 3, 2, 7, 2), (5, 1, 5, 1, 0)))
 
 
 def test_a_read_without_runs_succeeds(pair: Pair) -> None:
-    read_and_compare(pair, runs_of())
+    check(pair, runs_of())
+
+
+@pytest.mark.parametrize("step", [17, -17])
+def test_runs_that_adjoin_keep_their_edges(pair: Pair, step: int) -> None:
+    """Ascending and descending, on both sides and on one side only."""
+    for spread in (17, 40):
+        starts = [2000 + step * i for i in range(40)]
+        check(pair, runs_of(*((0, s, 1, 20 + spread * i, 17) for i, s in enumerate(starts))))
+        check(pair, runs_of(*((3, 20 + spread * i, 4, s, 17) for i, s in enumerate(starts))))
+
+
+def test_one_source_feeds_several_destinations(pair: Pair) -> None:
+    check(pair, runs_of((0, 50, 1, 0, 300), (0, 50, 1, 400, 300), (0, 100, 4, 7, 300), (0, 200, 2, 300, 200)))
+
+
+def test_runs_that_overlap_with_the_same_bytes_arrive(pair: Pair) -> None:
+    check(pair, runs_of((0, 0, 1, 100, 300), (0, 200, 1, 300, 300), (0, 100, 1, 200, 50), (0, 0, 1, 100, 300)))
 
 
 @pytest.mark.parametrize("size", [40 * 2**20 + 13])
 def test_a_run_longer_than_any_step_arrives_whole(plane: Plane, size: int) -> None:
-    pair = Pair(plane, (size, size))
-    pair.reader.read("lease", runs_of((0, 3, 0, 1, size - 5), (1, 3, 1, 1, size - 5)), TIMEOUT_S)
-    for source, dest in zip(pair.source.arrays, pair.dest.arrays, strict=True):
-        assert np.array_equal(dest[1:-4], source[3:-2])
-    del source, dest
-    pair.close()
+    with Pair(plane, (size, size)) as pair:
+        pair.reader.read("lease", runs_of((0, 3, 0, 1, size - 5), (1, 3, 1, 1, size - 5)), TIMEOUT_S)
+        for source, dest in zip(pair.source.arrays, pair.dest.arrays, strict=True):
+            assert np.array_equal(dest[1:-4], source[3:-2])
+        del source, dest
+
+
+def shares(whole: Runs, num: int) -> list[Runs]:
+    """Every `num`-th run each."""
+    return [Runs(**{field.name: getattr(whole, field.name)[i::num] for field in fields(Runs)}) for i in range(num)]
 
 
 def test_reads_run_side_by_side(pair: Pair) -> None:
     expected = Region(0)
     expected.bytes[:] = pair.dest.bytes
     whole = random_runs(9, 3000)
-    parts = [
-        Runs(**{name: getattr(whole, name)[i::6] for name in Runs.__dataclass_fields__}) for i in range(6)
-    ]  # fmt: skip
     apply(whole, pair.source.arrays, expected.arrays)
     with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(pair.reader.read, f"l{i}", part, TIMEOUT_S) for i, part in enumerate(parts)]:
+        for done in [
+            pool.submit(pair.reader.read, f"l{i}", part, TIMEOUT_S) for i, part in enumerate(shares(whole, 6))
+        ]:
             done.result(WAIT_S)
     np.testing.assert_array_equal(pair.dest.bytes, expected.bytes)
     expected.close()
 
+
+def test_several_readers_share_a_holder(plane: Plane) -> None:
+    with ExitStack() as stack:
+        source, expected = Region(1), Region(2)
+        server = plane.serve(source.buffers, Open())
+        for end in (source, expected, server):
+            stack.callback(end.close)
+        dests = [Region(2) for _ in range(4)]
+        readers = [plane.connect(server.endpoint, f"token {i}".encode(), d.buffers) for i, d in enumerate(dests)]
+        for end in (*dests, *readers):
+            stack.callback(end.close)
+        whole = random_runs(5, 800)
+        apply(whole, source.arrays, expected.arrays)
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        reads = [pool.submit(one.read, "lease", part, TIMEOUT_S) for one in readers for part in shares(whole, 2)]
+        for done in reads:
+            done.result(WAIT_S)
+        for dest in dests:
+            np.testing.assert_array_equal(dest.bytes, expected.bytes)
+
+
+# ---- what is refused
 
 OUTSIDE = [
     (6, 0, 0, 0, 1),
@@ -157,161 +150,127 @@ OUTSIDE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def bounded(plane: Plane) -> Iterator[Pair]:
+    with Pair(plane, guard=Bounds()) as made:
+        yield made
+
+
 @pytest.mark.parametrize("run", OUTSIDE)
-def test_a_run_outside_the_buffers_fails_and_writes_nothing(plane: Plane, run: tuple[int, int, int, int, int]) -> None:
-    source, dest = Region(1), Region(2)
-    before = dest.bytes.copy()
-    server = plane.serve(source.buffers, Bounds())
-    reader = plane.connect(server.endpoint, b"token", dest.buffers)
+def test_a_run_outside_the_buffers_fails_and_writes_nothing(bounded: Pair, run: tuple[int, int, int, int, int]) -> None:
+    before = bounded.dest.bytes.copy()
     with pytest.raises(PlaneError, match="of buffer"):
-        reader.read("lease", runs_of((0, 0, 0, 0, 8), run), TIMEOUT_S)
-    np.testing.assert_array_equal(dest.bytes, before)
-    for end in (reader, server, source, dest):
-        end.close()
+        bounded.reader.read("lease", runs_of((0, 0, 0, 0, 8), run), TIMEOUT_S)
+    np.testing.assert_array_equal(bounded.dest.bytes, before)
 
 
-def test_no_time_is_a_timeout(pair: Pair) -> None:
-    with pytest.raises(PlaneError, match=r"did not end within 0\.0 s"):
-        pair.reader.read("lease", random_runs(0, 10), 0.0)
-    read_and_compare(pair, random_runs(1, 10))
+def test_a_reader_is_of_use_after_a_refusal(bounded: Pair) -> None:
+    with pytest.raises(PlaneError):
+        bounded.reader.read("lease", runs_of((0, 4096, 0, 0, 1)), TIMEOUT_S)
+    check(bounded, random_runs(2, 50))
 
 
-def read_until_error(pair: Pair, was_read: threading.Event) -> PlaneError:
-    runs = random_runs(3, 2000)
-    while True:
-        try:
-            pair.reader.read("lease", runs, TIMEOUT_S)
-        except PlaneError as error:
-            return error
-        was_read.set()
+def connect_and_read(plane: Plane, endpoint: Mapping[str, object], token: bytes, dest: Region, runs: Runs) -> None:
+    reader = plane.connect(endpoint, token, dest.buffers)
+    try:
+        reader.read("lease", runs, TIMEOUT_S)
+    finally:
+        reader.close()
 
 
-@pytest.mark.parametrize("side", ["reader", "server"])
-def test_closing_either_side_ends_reads_and_touches_nothing_after(plane: Plane, side: str) -> None:
-    pair = Pair(plane)
-    was_read = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        error = pool.submit(read_until_error, pair, was_read)
-        assert was_read.wait(WAIT_S)
-        close: Callable[[], None] = getattr(pair, side).close
-        close()
-        if side == "reader":
-            after_close = pair.dest.bytes.copy()
-        assert isinstance(error.result(WAIT_S), PlaneError)
-    if side == "reader":
-        np.testing.assert_array_equal(pair.dest.bytes, after_close)
-    pair.close()
-
-
-def test_a_closed_side_refuses_and_closing_again_is_no_error(plane: Plane) -> None:
-    for side in ("reader", "server"):
-        pair = Pair(plane)
-        for _ in range(2):
-            getattr(pair, side).close()
+@pytest.mark.parametrize("name", planes("token"))
+def test_who_does_not_know_the_token_gets_no_byte(name: str) -> None:
+    plane, source, dest = make(name), Region(1), Region(2)
+    before = dest.bytes.copy()
+    server = plane.serve(source.buffers, Secret())
+    for token in (b"", b"secre", b"secret ", b"SECRET", bytes(64)):
         with pytest.raises(PlaneError):
-            pair.reader.read("lease", random_runs(0, 10), TIMEOUT_S)
-        pair.close()
-
-
-def test_a_closed_server_cannot_be_connected_to(plane: Plane) -> None:
-    source, dest = Region(1), Region(2)
-    server = plane.serve(source.buffers, Open())
-    endpoint = dict(server.endpoint)
-    server.close()
-    with pytest.raises(PlaneUnavailable):
-        plane.connect(endpoint, b"token", dest.buffers)
-    source.close()
-    dest.close()
-
-
-def test_an_endpoint_survives_msgpack(plane: Plane) -> None:
-    source, dest = Region(1), Region(2)
-    server = plane.serve(source.buffers, Open())
-    reader = plane.connect(msgpack.unpackb(msgpack.packb(dict(server.endpoint))), b"token", dest.buffers)
-    reader.read("lease", runs_of((0, 0, 0, 0, 4096)), TIMEOUT_S)
-    assert np.array_equal(dest.arrays[0], source.arrays[0])
+            connect_and_read(plane, server.endpoint, token, dest, runs_of((0, 0, 0, 0, 8)))
+    np.testing.assert_array_equal(dest.bytes, before)
+    reader = plane.connect(server.endpoint, b"secret", dest.buffers)
+    read_and_compare(reader, source, dest, random_runs(1, 50))
     for end in (reader, server, source, dest):
         end.close()
+
+
+@pytest.mark.parametrize("name", planes("lease"))
+def test_an_ended_lease_is_refused_before_a_byte_moves(name: str) -> None:
+    with Pair(make(name), guard=Ended()) as pair:
+        before = pair.dest.bytes.copy()
+        with pytest.raises(ReadRefused, match="the lease has ended"):
+            pair.reader.read("lease", random_runs(1, 50), TIMEOUT_S)
+        np.testing.assert_array_equal(pair.dest.bytes, before)
 
 
 @pytest.mark.parametrize("bad", [None, "x", -1, 2**70, 1.5, b"", [], True, {}])
-def test_any_endpoint_field_can_be_nonsense(plane: Plane, bad: object) -> None:
-    source, dest = Region(1), Region(2)
-    server = plane.serve(source.buffers, Open())
-    for name in server.endpoint:
-        for endpoint in ({**server.endpoint, name: bad}, {k: v for k, v in server.endpoint.items() if k != name}):
+def test_any_endpoint_field_can_be_nonsense(plane: Plane, pair: Pair, bad: object) -> None:
+    endpoint = dict(pair.server.endpoint)
+    for name in endpoint:
+        for forged in ({**endpoint, name: bad}, {k: v for k, v in endpoint.items() if k != name}):
             with pytest.raises(PlaneUnavailable):
-                plane.connect(endpoint, b"token", dest.buffers)
+                plane.connect(forged, b"token", pair.dest.buffers)
     with pytest.raises(PlaneUnavailable):
-        plane.connect(bad, b"token", dest.buffers)  # type: ignore[arg-type]
-    for end in (server, source, dest):
-        end.close()
+        plane.connect(bad, b"token", pair.dest.buffers)  # type: ignore[arg-type]
 
 
-def open_descriptors() -> set[str]:
-    return {str(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+def test_an_endpoint_of_another_plane_is_refused(plane: Plane, pair: Pair) -> None:
+    source = Region(1)
+    for other in (make_plane(name, host=HOST) for name in ("memory", "shm", "tcp") if name != plane.name):
+        server = other.serve(source.buffers, Open())
+        with pytest.raises(PlaneUnavailable):
+            plane.connect(server.endpoint, b"token", pair.dest.buffers)
+        server.close()
+    source.close()
 
 
-def test_nothing_is_left_after_close(plane: Plane) -> None:
-    pair = Pair(plane)
-    pair.close()
-    gc.collect()  # what earlier tests left to the collector is not ours
-    descriptors, threads = open_descriptors(), set(threading.enumerate())
-    for _ in range(3):
-        pair = Pair(plane)
-        with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(pair.reader.read, "lease", random_runs(i, 500), TIMEOUT_S) for i in range(3)]:
-                done.result(WAIT_S)
-        pair.close()
-    assert open_descriptors() == descriptors
-    assert set(threading.enumerate()) == threads
-    assert NAME not in Path("/proc/self/maps").read_text()
+def test_lists_of_an_endpoint_can_be_cut_short(plane: Plane, pair: Pair) -> None:
+    """A shorter list of buffers is refused, or what it lacks cannot be read."""
+    endpoint = dict(pair.server.endpoint)
+    for name in [name for name, value in endpoint.items() if isinstance(value, list)]:
+        forged = {**endpoint, name: endpoint[name][:-1]}
+        with pytest.raises(PlaneError):
+            connect_and_read(plane, forged, b"token", pair.dest, runs_of((len(LENS) - 1, 0, 0, 0, 1)))
 
 
-def test_a_read_between_processes_copies_exactly(between_processes: Plane, holder: subprocess.Popen[str]) -> None:
-    source, dest, expected = Region(1), Region(2), Region(2)
-    reader = between_processes.connect(endpoint_of(holder), b"token", dest.buffers)
-    runs = random_runs(4, 1000)
-    apply(runs, source.arrays, expected.arrays)
-    reader.read("lease", runs, TIMEOUT_S)
-    np.testing.assert_array_equal(dest.bytes, expected.bytes)
-    for end in (reader, source, dest, expected):
-        end.close()
-
-
-@pytest.mark.parametrize("is_frozen_first", [False, True])
-def test_a_killed_holder_ends_reads_and_the_reader_lives(
-    between_processes: Plane, holder: subprocess.Popen[str], is_frozen_first: bool
-) -> None:
-    """Frozen first: over a socket the read is then certainly waiting for the holder when it dies."""
+def test_an_endpoint_survives_msgpack(plane: Plane, pair: Pair) -> None:
     dest = Region(2)
-    reader = between_processes.connect(endpoint_of(holder), b"token", dest.buffers)
-    was_read = threading.Event()
-    pair = Pair.__new__(Pair)
-    pair.reader = reader
-    with ThreadPoolExecutor(1) as pool:
-        error = pool.submit(read_until_error, pair, was_read)
-        assert was_read.wait(WAIT_S)
-        if is_frozen_first:
-            holder.send_signal(signal.SIGSTOP)
-        holder.kill()
-        assert isinstance(error.result(WAIT_S), PlaneError)
-    with pytest.raises(PlaneError):
-        reader.read("lease", random_runs(3, 10), TIMEOUT_S)
+    reader = plane.connect(msgpack.unpackb(msgpack.packb(dict(pair.server.endpoint))), b"token", dest.buffers)
+    reader.read("lease", runs_of((0, 0, 0, 0, 4096)), TIMEOUT_S)
+    assert np.array_equal(dest.arrays[0], pair.source.arrays[0])
     reader.close()
     dest.close()
 
 
+# ---- between processes
+
+
+@pytest.mark.parametrize("name", planes("other processes"))
+def test_a_read_between_processes_copies_exactly(name: str) -> None:
+    plane, source, dest = make(name), Region(1), Region(2)
+    with OtherHolder(name) as holder:
+        reader = plane.connect(holder.endpoint, b"token", dest.buffers)
+        read_and_compare(reader, source, dest, random_runs(4, 1000))
+        for end in (reader, source, dest):
+            end.close()
+
+
 def test_memory_joins_one_process_only() -> None:
-    plane = make_plane("memory", host="")
-    source, dest = Region(1), Region(2)
+    plane, source = make_plane("memory", host=""), Region(1)
     server = plane.serve(source.buffers, Open())
-    answer = start_holder("memory", msgpack.packb(dict(server.endpoint)).hex()).communicate()[0]
-    assert answer.strip() == "the holder is another process"
-    for end in (server, source, dest):
-        end.close()
+    with Other("read", "memory", msgpack.packb(dict(server.endpoint)).hex(), *map(str, LENS)) as other:
+        assert other.hello == "the holder is another process"
+    server.close()
+    source.close()
+
+
+# ---- names
+
+
+def test_what_a_plane_cannot_promise_is_said_of_known_planes() -> None:
+    assert {name for name, _ in CANNOT} <= set(PLANE_NAMES)
+    assert planes("lease") == ["tcp"]
 
 
 def test_an_unknown_plane_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="unknown data plane 'rdma', known are memory, shm, tcp"):
-        make_plane("rdma", host="127.0.0.1")
+    with pytest.raises(ValueError, match="unknown data plane 'rdma', known are memory, shm, mooncake, tcp"):
+        make_plane("rdma", host=HOST)

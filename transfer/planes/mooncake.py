@@ -21,7 +21,7 @@ import ctypes
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -69,11 +69,8 @@ class _Engine(Protocol):
     ) -> int: ...
 
 
-def _make_engine(host: str, ptrs: Sequence[int], lens: Sequence[int]) -> _Engine:
-    """One that listens at a free port of `host` and may touch these buffers.
-
-    Raises PlaneUnavailable.
-    """
+def load_engine() -> Callable[[], _Engine]:
+    """The library's class. Raises PlaneUnavailable, naming what to install, where it cannot be loaded."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -83,7 +80,13 @@ def _make_engine(host: str, ptrs: Sequence[int], lens: Sequence[int]) -> _Engine
             f"Mooncake's transfer engine cannot be loaded ({error}); it needs the package of "
             "`pip install 'pd-service[mooncake]'` and the system's libibverbs (Debian: libibverbs1)"
         ) from error
-    engine: _Engine = TransferEngine()
+    engine: Callable[[], _Engine] = TransferEngine
+    return engine
+
+
+def _start_engine(host: str, ptrs: Sequence[int], lens: Sequence[int]) -> _Engine:
+    """One that listens at a free port of `host` and may touch these buffers. Raises PlaneUnavailable."""
+    engine = load_engine()()
     if status := engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
         raise PlaneUnavailable(f"Mooncake's transfer engine cannot start at {host!r}: it answered {status}")
     if status := engine.batch_register_memory(list(ptrs), list(lens)):
@@ -132,7 +135,7 @@ class MooncakeServer:
     def __init__(self, host: str, buffers: Buffers) -> None:
         self._mark = ctypes.create_string_buffer(secrets.token_bytes(MARK_BYTES), MARK_BYTES)
         mark_ptr = ctypes.addressof(self._mark)
-        self._engine: _Engine | None = _make_engine(host, (*buffers.ptrs, mark_ptr), (*buffers.lens, MARK_BYTES))
+        self._engine: _Engine | None = _start_engine(host, (*buffers.ptrs, mark_ptr), (*buffers.lens, MARK_BYTES))
         self._endpoint: dict[str, object] = {
             "session": f"{host}:{self._engine.get_rpc_port()}",
             "mark": self._mark.raw,
@@ -158,7 +161,7 @@ class MooncakeReader:
         self._gate = Gate("the reader")
         self._mark = ctypes.create_string_buffer(MARK_BYTES)
         ptrs, lens = (*ours.ptrs, ctypes.addressof(self._mark)), (*ours.lens, MARK_BYTES)
-        self._engine: _Engine | None = _make_engine(host, ptrs, lens)
+        self._engine: _Engine | None = _start_engine(host, ptrs, lens)
 
     def read_mark(self, address: int) -> bytes:
         """Raises PlaneError when nobody answers, or nothing may be read there; the reader is then closed."""
