@@ -17,8 +17,10 @@ from pd_service.models.loader import load_model
 from pd_service.ops.metadata import ForwardMetadata
 
 
-def load(directory: Path, *, block_size: int = 4, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return load_model(directory, dtype=dtype, device="cpu", block_size=block_size)[0]
+def load(
+    directory: Path, *, block_size: int = 4, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.nn.Module:
+    return load_model(directory, dtype=dtype, device=device, block_size=block_size)[0]
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Group:
     window: int | None
     block_size: int
     free: list[int]
+    device: str = "cpu"
     caches: list[torch.Tensor] = field(default_factory=list)
     tables: dict[int, list[int]] = field(default_factory=dict)
     skipped: dict[int, int] = field(default_factory=dict)  # tokens of each request that have left the window
@@ -35,7 +38,7 @@ class Group:
     def add(self, entry: CacheEntry, num_blocks: int) -> None:
         assert entry.sliding_window == self.window
         shape = (num_blocks, self.block_size, entry.num_head, entry.dim)
-        self.caches.append(torch.full(shape, torch.nan, dtype=entry.dtype))
+        self.caches.append(torch.full(shape, torch.nan, dtype=entry.dtype, device=self.device))
         entry.tensor_setter(self.caches[-1])
 
     def reserve(self, request: int, past: int, num_tokens: int) -> None:
@@ -68,9 +71,16 @@ class Runner:
     """Steps of `model`. Scattered or not, each group deals other blocks, so that a table of another group shows."""
 
     def __init__(
-        self, model: torch.nn.Module, *, block_size: int, is_scattered: bool = False, num_blocks: int = 1000
+        self,
+        model: torch.nn.Module,
+        *,
+        block_size: int,
+        is_scattered: bool = False,
+        num_blocks: int = 1000,
+        device: str = "cpu",
     ) -> None:
         self.model = model
+        self.device = device
         self.block_size = block_size
         self.num_cached: dict[int, int] = {}
         self.groups: dict[str, Group] = {}
@@ -80,7 +90,7 @@ class Runner:
                     free = list(range(1 + 3 * len(self.groups), num_blocks))
                     if is_scattered:
                         random.Random(entry.group_key).shuffle(free)
-                    self.groups[entry.group_key] = Group(entry.sliding_window, block_size, free)
+                    self.groups[entry.group_key] = Group(entry.sliding_window, block_size, free, device)
                 self.groups[entry.group_key].add(entry, num_blocks)
 
     def forward(self, chunks: dict[int, list[int]], room: int = 0) -> tuple[torch.Tensor, ForwardMetadata]:
@@ -101,12 +111,14 @@ class Runner:
             query_lens=[len(tokens) for tokens in chunks.values()],
             kv_lens=[self.num_cached[request] for request in requests],
             block_size=self.block_size,
-            block_table={key: group.block_table(requests) for key, group in self.groups.items()},
-            slot_mapping={key: torch.tensor(of_group, dtype=torch.int32) for key, of_group in slots.items()},
+            block_table={key: group.block_table(requests).to(self.device) for key, group in self.groups.items()},
+            slot_mapping={
+                key: torch.tensor(of_group, dtype=torch.int32, device=self.device) for key, of_group in slots.items()
+            },
         )
-        ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
+        ids = torch.tensor([token for tokens in chunks.values() for token in tokens], device=self.device)
         with torch.inference_mode():
-            return self.model(ids, torch.tensor(positions), metadata), metadata
+            return self.model(ids, torch.tensor(positions, device=self.device), metadata), metadata
 
     def step(self, chunks: dict[int, list[int]], room: int = 0) -> dict[int, torch.Tensor]:
         """As `forward`, to the logits [new tokens, vocab] of every request."""
