@@ -1,14 +1,15 @@
 """Configuration: the file, the flags over it, and what is refused by name."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
-from pd_service.config import ServiceConfig, load_config
+from pd_service.config import PlaneName, ServiceConfig, load_config
 from pd_service.errors import ConfigError, EngineFailed, Overloaded, PdError, TransferFailed, from_code
+from transfer.planes import PLANE_NAMES
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
@@ -59,6 +60,10 @@ def test_refusals_name_the_field_and_what_was_given(tmp_path: Path, text: str, s
 def test_a_service_on_npus_has_blocks_that_their_operators_take() -> None:
     config = ServiceConfig.model_validate({"device": "npu", "dtype": "bfloat16", "engine": {"block_size": 128}})
     assert config.engine_config("decode", Path("/model")).device == "npu"
+
+
+def test_every_data_plane_can_be_configured() -> None:
+    assert get_args(PlaneName) == PLANE_NAMES
 
 
 def test_an_engine_gets_its_pools_settings() -> None:

@@ -9,12 +9,14 @@ from typing import Literal
 
 import pytest
 
-from pd_service.config import EngineSettings, GatewaySettings, RetrySettings, SpeculativeSettings
+from pd_service.config import EngineSettings, GatewaySettings, PlaneName, RetrySettings, SpeculativeSettings
 from pd_service.request import EngineSampling
 from tests.integer_model import VARIANTS, Attention, integer_models
 from tests.integer_reference import continuation
 from tests.local_cluster import LocalCluster, eventually, local_cluster
 from tests.one_loop import run_async
+from tests.plane_suite import make
+from transfer.planes import PLANE_NAMES
 
 Job = tuple[tuple[int, ...], int, EngineSampling]
 
@@ -36,7 +38,7 @@ def jobs() -> list[Job]:
     ]
 
 
-def new_settings(plane: Literal["memory", "shm", "tcp"], num_drafts: int = 0) -> EngineSettings:
+def new_settings(plane: PlaneName, num_drafts: int = 0) -> EngineSettings:
     speculative = SpeculativeSettings(method="mtp", num_tokens=num_drafts) if num_drafts else SpeculativeSettings()
     return EngineSettings(
         block_size=4, max_num_batched_tokens=16, max_num_seqs=4, planes=(plane,), speculative=speculative
@@ -48,14 +50,16 @@ async def generate_all(cluster: LocalCluster) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-@pytest.mark.parametrize("plane", ["memory", "shm", "tcp"])
+@pytest.mark.parametrize("plane", PLANE_NAMES)
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_many_requests_at_once_get_the_models_own_tokens(
     model_dirs: dict[Attention, Path],
     attention: Attention,
-    plane: Literal["memory", "shm", "tcp"],
+    plane: PlaneName,
     num_drafts: int,
 ) -> None:
+    make(plane)  # skips where an optional one is missing
+
     async def scenario() -> list[list[list[int]]]:
         settings = new_settings(plane, num_drafts)
         async with local_cluster(model_dirs[attention], settings=settings, gateway=NO_RETRY) as cluster:
