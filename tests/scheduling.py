@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kv_cache import KVCacheManager, PrefixCache
 from pd_service.config import SpeculativeSettings
-from pd_service.engine.messages import Hold, StepOutput, Withdrawn
+from pd_service.engine.messages import Hold, PullOrder, StepOutput, Withdrawn
 from pd_service.engine.request_state import PullStats, Status, token_digest
 from pd_service.engine.scheduler import Scheduler
 from pd_service.engine.step import SampledToken, ScheduledRequest, SchedulerLimits, StepResult
@@ -111,6 +111,7 @@ class Driver:
         self.finish: dict[str, FinishReason] = {}
         self.errors: dict[str, Exception] = {}
         self.pulls: list[str] = []
+        self.orders: dict[str, PullOrder] = {}
         self.held: list[str] = []
         self.holds: list[Hold | Withdrawn] = []
 
@@ -164,6 +165,7 @@ class Driver:
             if event.error is not None:
                 self.errors[event.request_id] = event.error
         self.pulls += [order.request_id for order in output.pulls]
+        self.orders |= {order.request_id: order for order in output.pulls}
         self.holds += output.holds
         for hold in output.holds:
             if isinstance(hold, Hold) and hold.next_token is not None:

@@ -478,7 +478,7 @@ class SchedulerLaws(RuleBasedStateMachine):
     @rule(
         num_tokens=st.integers(1, 20),
         max_new=st.integers(1, 12),
-        kind=st.sampled_from(["whole", "prefill", "ticket"]),
+        kind=st.sampled_from(["whole", "prefill", "ticket", "early ticket"]),
         prompt=st.sampled_from(["", "one", "two"]),
         priority=st.integers(-1, 1),
     )
@@ -491,6 +491,7 @@ class SchedulerLaws(RuleBasedStateMachine):
             max_new,
             prefill_only=kind == "prefill",
             with_ticket=kind == "ticket" and num_tokens > 1,
+            gets_token=kind == "early ticket",
             prompt=prompt,
             priority=priority,
         )
@@ -541,8 +542,10 @@ class SchedulerLaws(RuleBasedStateMachine):
     @invariant()
     def tokens_are_right(self) -> None:
         for name, tokens in self.driver.tokens.items():
-            expected = continuation(self.requests[name].token_ids, len(tokens))  # type: ignore[attr-defined]
-            assert tokens == expected
+            request = self.requests[name]
+            num_given = int(request.gets_token)  # type: ignore[attr-defined]
+            expected = continuation(request.token_ids, num_given + len(tokens))  # type: ignore[attr-defined]
+            assert tokens == expected[num_given:]
 
     def teardown(self) -> None:
         if self.batch:

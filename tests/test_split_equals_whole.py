@@ -81,13 +81,14 @@ def check_guesses(split: Split, request_id: RequestId, attention: Attention) -> 
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("is_preempted", [False, True], ids=["undisturbed", "preempted"])
 @pytest.mark.parametrize("hit", HIT_TOKENS)
-@pytest.mark.parametrize("chunk", [1, 3, 64])
+@pytest.mark.parametrize(("way", "chunk"), [("early", 1), ("early", 3), ("early", 64), ("late", 3)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("attention", VARIANTS)
 def test_a_split_request_gets_the_models_own_tokens(
     model_dirs: dict[Attention, Path],
     attention: Attention,
     block_size: int,
+    way: str,
     chunk: int,
     hit: str,
     is_preempted: bool,
@@ -102,7 +103,10 @@ def test_a_split_request_gets_the_models_own_tokens(
     cached_before = [c.cached_tokens for c in counters]
 
     request = new_request("split", PROMPT, OUTPUT, SEEDED)
-    split.hand_over(request)
+    if way == "early":
+        split.hand_over_early(request)
+    else:
+        split.hand_over(request)
     cached = [c.cached_tokens - before for c, before in zip(counters, cached_before, strict=True)]
     assert cached == [num_hit(hit, block_size, len(PROMPT)), num_hit(hit, block_size, len(PROMPT) + 1)]
     if rival:
@@ -199,9 +203,12 @@ def test_prompts_of_any_length_greedy_between_engines_of_different_chunks(
 def test_engines_of_different_block_sizes_mean_the_same_tokens(
     model_dirs: dict[Attention, Path], attention: Attention, prefill_size: int, decode_size: int
 ) -> None:
-    split = Split(model_dirs[attention], Shape(block_size=prefill_size), Shape(block_size=decode_size))
+    split = Split(model_dirs[attention], Shape(block_size=prefill_size, chunk=5), Shape(block_size=decode_size))
     warm(split.decode, HIT_TOKENS["partial"])
-    assert split.run(new_request("split", PROMPT, OUTPUT)) == expected(attention, PROMPT, OUTPUT, GREEDY)
+    for name, hand_over in (("early", split.hand_over_early), ("late", split.hand_over)):
+        request = new_request(name, (*PROMPT, len(name)), OUTPUT)
+        hand_over(request)
+        assert split.finish(request) == expected(attention, request.token_ids, OUTPUT, GREEDY)
     assert split.is_empty
 
 
