@@ -122,7 +122,7 @@ async def _serve(config: ServiceConfig, model_dir: Path) -> None:
             until_stopped = stack.pop_all()
     async with until_stopped:
         _show_service(service.gateway, await service.status())
-        await asyncio.Event().wait()  # until cancelled
+        await service.until_stopped()
 
 
 def _own_command() -> str:

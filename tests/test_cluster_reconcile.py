@@ -73,7 +73,7 @@ def test_scale_down_drains_the_engine_with_the_least_work() -> None:
     fleet = new_fleet(decode=3)
     first, second, third = started(fleet)
     for name, held in ((first, 5), (second, 1), (third, 3)):
-        fleet.answered(name, holding(held), 1.0)
+        fleet.answered(name, holding(held), 1.0, 1.0)
     fleet.scale({"decode": 2})
     assert fleet.decide(2.0) == []
     assert states(fleet) == {first: State.READY, second: State.DRAINING, third: State.READY}
@@ -97,12 +97,12 @@ def test_a_drained_engine_is_stopped_only_when_it_holds_nothing_and_gateways_hav
     (name,) = started(fleet)
     fleet.scale({"decode": 0})
     fleet.decide(10.0)
-    fleet.answered(name, holding(1), 10.0 + SETTLE_S)
+    fleet.answered(name, holding(1), 10.0 + SETTLE_S, 1.0)
     assert fleet.decide(10.0 + SETTLE_S) == []
     fleet.drain(name, 10.0, 100.0)
-    fleet.answered(name, holding(0), 10.0 + SETTLE_S / 2)
+    fleet.answered(name, holding(0), 10.0 + SETTLE_S / 2, 1.0)
     assert fleet.decide(10.0 + SETTLE_S / 2) == []
-    fleet.answered(name, holding(0), 10.0 + SETTLE_S)
+    fleet.answered(name, holding(0), 10.0 + SETTLE_S, 1.0)
     assert fleet.decide(10.0 + SETTLE_S) == [Remove(engine_id=name, is_dead=False)]
     fleet.removed(name)
     assert fleet.engines == {}
@@ -112,7 +112,7 @@ def test_at_its_limit_a_drain_says_what_remains() -> None:
     fleet = new_fleet(decode=1)
     (name,) = started(fleet)
     fleet.drain(name, 5.0, 10.0)
-    fleet.answered(name, holding(3), 6.0)
+    fleet.answered(name, holding(3), 6.0, 1.0)
     assert fleet.next_look(6.0) == pytest.approx(6.0)  # the replacement
     (replacement,) = [decision.engine_id for decision in fleet.decide(6.0)]
     fleet.placed(replacement, 6.0)
@@ -169,8 +169,8 @@ def test_a_stuck_loop_is_found_and_a_slow_one_is_left_alone() -> None:
     fleet = new_fleet(decode=2)
     stuck, slow = started(fleet)
     for second in range(4):
-        fleet.answered(stuck, Pulse(turns=7, is_busy=True, held=1), float(second))
-        fleet.answered(slow, Pulse(turns=second // 2, is_busy=True, held=1), float(second))
+        fleet.answered(stuck, Pulse(turns=7, is_busy=True, held=1), float(second), 1.0)
+        fleet.answered(slow, Pulse(turns=second // 2, is_busy=True, held=1), float(second), 1.0)
     assert states(fleet) == {stuck: State.FAILED, slow: State.READY}
     assert fleet.pools["decode"].last_failure == "stuck: no step ended for 3 s"
 
@@ -179,18 +179,18 @@ def test_an_idle_engine_is_never_stuck() -> None:
     fleet = new_fleet(decode=1)
     (name,) = started(fleet)
     for second in range(100):
-        fleet.answered(name, holding(2, turns=7), float(second))
+        fleet.answered(name, holding(2, turns=7), float(second), 1.0)
     assert states(fleet) == {name: State.READY}
 
 
 def test_silence_counts_in_looks_so_that_a_driver_that_slept_blames_nobody() -> None:
     fleet = new_fleet(decode=1)
     (name,) = started(fleet)
-    fleet.answered(name, holding(0), 1.0)
-    fleet.unanswered(name, 1000.0)
+    fleet.answered(name, holding(0), 1.0, 1.0)
+    fleet.unanswered(name, 1000.0, 1.0)
     assert states(fleet) == {name: State.READY}
-    fleet.unanswered(name, 1001.0)
-    fleet.unanswered(name, 1002.0)
+    fleet.unanswered(name, 1001.0, 1.0)
+    fleet.unanswered(name, 1002.0, 1.0)
     assert states(fleet) == {name: State.FAILED}
 
 
@@ -293,7 +293,7 @@ class Lives(RuleBasedStateMachine):
     def one_is_looked_at(self, data: st.DataObject, held: int) -> None:
         name = self.some(data, State.READY, State.DRAINING)
         if name is not None:
-            self.fleet.answered(name, holding(held), self.now)
+            self.fleet.answered(name, holding(held), self.now, 1.0)
             self.carry_out()
 
     @rule(data=st.data())
@@ -356,7 +356,7 @@ class Lives(RuleBasedStateMachine):
                     self.fleet.became_ready(name, self.now)
                     self.ready.add(name)
                 elif state is State.DRAINING:
-                    self.fleet.answered(name, holding(0), self.now)
+                    self.fleet.answered(name, holding(0), self.now, 1.0)
                 elif state in (State.STOPPING, State.FAILED):
                     self.fleet.removed(name)
                     del self.living[name]

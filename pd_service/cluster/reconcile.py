@@ -80,7 +80,7 @@ class Engine:
     is_placed: bool = False  # it has the resources it asked for
     held: int = 0
     turns: int = -1
-    num_still: int = 0  # looks in a row that found it without progress
+    still_s: float = 0.0  # length of the looks in a row that found it without progress
     drain_until: float = 0.0
     is_being_removed: bool = False
 
@@ -208,23 +208,23 @@ class Fleet:
         if engine.state is State.STARTING:
             self._tell(engine, Event.BECAME_READY, now, "")
 
-    def answered(self, engine_id: str, pulse: Pulse, now: float) -> None:
-        """A look at an engine that was ready. Looks follow each other at `probe_s` or slower."""
+    def answered(self, engine_id: str, pulse: Pulse, now: float, look_s: float) -> None:
+        """What an engine that was ready said. `look_s`: how long the look was to take at least."""
         engine = self.engines[engine_id]
         is_still = pulse.is_busy and pulse.turns == engine.turns
         engine.turns, engine.held = pulse.turns, pulse.held
-        self._judge(engine, is_still, "stuck: no step ended", now)
+        self._judge(engine, look_s if is_still else None, "stuck: no step ended", now)
         if engine.state is State.DRAINING and not pulse.held and now >= engine.since + SETTLE_S:
             self._tell(engine, Event.EMPTY, now, "drained")
 
-    def unanswered(self, engine_id: str, now: float) -> None:
-        """A look at an engine that was ready, and no answer within `probe_s`."""
-        self._judge(self.engines[engine_id], True, "stuck: no answer", now)
+    def unanswered(self, engine_id: str, now: float, look_s: float) -> None:
+        """A look at an engine that was ready, and no answer within `look_s`."""
+        self._judge(self.engines[engine_id], look_s, "stuck: no answer", now)
 
-    def _judge(self, engine: Engine, is_still: bool, what: str, now: float) -> None:
-        """Counts looks and not seconds: a driver that was held up itself blames nobody for it."""
-        engine.num_still = engine.num_still + 1 if is_still else 0
-        if engine.num_still * self._supervision.probe_s >= self._supervision.stall_s:
+    def _judge(self, engine: Engine, still_s: float | None, what: str, now: float) -> None:
+        """Adds up looks and not time that passed: a driver that was held up itself blames nobody for it."""
+        engine.still_s = 0.0 if still_s is None else engine.still_s + still_s
+        if engine.still_s >= self._supervision.stall_s:
             self.died(engine.engine_id, f"{what} for {self._supervision.stall_s:g} s", now)
 
     def died(self, engine_id: str, reason: str, now: float) -> None:

@@ -1,8 +1,8 @@
 """A whole service on Ray: start or join a cluster, start the controller, run a gateway in this process, stop it all.
 
 async with running_service(config, model_dir=model_dir, progress=progress) as service:
-    ...                               # doors open, every engine ready
-# nothing of it is left: no actor, no process, no shared memory
+    await service.until_stopped()     # doors open, every engine ready
+# nothing of it is left: no actor, no placement, no process, no shared memory
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,8 @@ import ray
 
 from pd_service.channels import channel_options, end
 from pd_service.cluster.controller import Controller
-from pd_service.config import ServiceConfig
+from pd_service.cluster.ray_names import CONTROLLER, HEAD, ROLES, find_actor, remove_everything
+from pd_service.config import PoolRole, ServiceConfig
 from pd_service.errors import ConfigError
 from pd_service.gateway.doors import Doors
 from pd_service.host_memory import available_bytes
@@ -40,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 RAY_REACH_S = 5.0
 MEETING_S = 5.0  # for decode engines to connect to prefill engines
+RECONNECT_S = 0.5  # between attempts at a controller that is away
 CONTROLLER_STOP_S = 3.0  # of the five seconds a whole stop may take
+CONTROLLER_RETRY_S = 0.1  # between attempts at one that is just being restarted
 
 
 @dataclass(slots=True)
@@ -54,6 +57,17 @@ class Service:
         async with grpc.aio.insecure_channel(self.admin_address, options=channel_options()) as channel:
             answer: admin_pb2.StatusResponse = await admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest())
             return answer
+
+    async def until_stopped(self) -> None:
+        """Returns when an operator has asked the controller to stop; a controller that is away is waited for."""
+        async with grpc.aio.insecure_channel(self.admin_address, options=channel_options()) as channel:
+            admin = admin_pb2_grpc.AdminStub(channel)
+            while True:
+                with suppress(grpc.aio.AioRpcError):
+                    async for membership in admin.WatchMembership(admin_pb2.WatchMembershipRequest()):
+                        if membership.is_stopping:
+                            return
+                await asyncio.sleep(RECONNECT_S)
 
 
 @asynccontextmanager
@@ -74,7 +88,8 @@ async def running_service(config: ServiceConfig, *, model_dir: Path, progress: P
         ):
             progress("Ray", READY)
             make = partial(_make_gateway, config, doors, model_dir, model_name, free)
-            opening = _open_gateway(make, admin_address, until_stopped, progress)
+            roles = [role for role in ROLES if config.pool(role).replicas]
+            opening = _open_gateway(make, roles, admin_address, until_stopped, progress)
             yield await _unless_an_engine_fails(opening, admin_address, progress)
     finally:
         await doors.close()
@@ -108,9 +123,13 @@ async def _require_reachable(address: str) -> None:
 
 
 async def _open_gateway(
-    make_gateway: Callable[[], Gateway], admin_address: str, until_stopped: AsyncExitStack, progress: Progress
+    make_gateway: Callable[[], Gateway],
+    roles: Collection[PoolRole],
+    admin_address: str,
+    until_stopped: AsyncExitStack,
+    progress: Progress,
 ) -> Service:
-    """Returns when the gateway is connected to both pools; it is stopped with `until_stopped`."""
+    """Returns when the gateway is connected to the pools of these roles; it is stopped with `until_stopped`."""
     progress("gateway", "loading libraries")
     # In a thread, beside the engines that load. Not while Ray starts: it makes Ray take as much longer, and Ray forks
     # its processes with Python code in between, where no other thread should be in the midst of an import.
@@ -118,7 +137,7 @@ async def _open_gateway(
     await gateway.start(admin_address)
     until_stopped.push_async_callback(gateway.stop)
     progress("gateway", "waiting for engines")
-    await gateway.wait_until_ready(("prefill", "decode"))
+    await gateway.wait_until_ready(roles)
     service = Service(gateway=gateway, admin_address=admin_address)
     await _wait_until_met(service)
     progress("gateway", READY)
@@ -151,17 +170,65 @@ async def _running_controller(
 ) -> AsyncIterator[str]:
     """The controller's address; at the end it and all its engines are gone."""
     actor_class: Any = ray.remote(Controller)
-    controller = actor_class.options(
-        name="controller", lifetime="detached", num_cpus=0, max_restarts=0, max_concurrency=100
-    ).remote(config.model_dump(mode="json"), str(model_dir), model_name, host)
     try:
-        yield await controller.start.remote()
+        controller = actor_class.options(
+            name=CONTROLLER,
+            lifetime="detached",
+            num_cpus=0,
+            resources={HEAD: 0.001},  # where its file is
+            max_restarts=-1,
+            max_concurrency=1000,
+        ).remote(config.model_dump(mode="json"), str(model_dir), model_name, host, secrets.token_hex(8))
+    except ValueError as error:
+        name = config.ray.namespace
+        raise ConfigError(
+            f"ray.namespace: a service named {name!r} runs in this Ray cluster; stop it, or choose another name"
+        ) from error
+    try:
+        yield await controller.address.remote()
     finally:
-        try:
-            await asyncio.wait_for(controller.stop.remote(), CONTROLLER_STOP_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("the controller did not stop by itself: %r", error)
-        ray.kill(controller)
+        await _stop_controller(controller)
+
+
+async def _stop_controller(controller: Any) -> list[str]:
+    """Asks it to stop, over its restarts; whatever is left after a while is killed. Returns the names of that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(CONTROLLER_STOP_S):
+            while not await _has_stopped(controller):  # noqa: ASYNC110  # Ray tells nobody when it is back
+                await asyncio.sleep(CONTROLLER_RETRY_S)
+    ray.kill(controller)
+    left = await asyncio.to_thread(remove_everything, ray.get_runtime_context().namespace)
+    left = [name for name in left if name != CONTROLLER]
+    if left:
+        logger.warning("killed, because the controller did not stop them in time: %s", ", ".join(left))
+    return left
+
+
+async def _has_stopped(controller: Any) -> bool:
+    try:
+        await controller.stop.remote()
+    except ray.exceptions.RayError as error:
+        logger.info("the controller does not stop yet: %r", error)
+        return isinstance(error, ray.exceptions.ActorDiedError)
+    return True
+
+
+async def stop_in_ray(config: ServiceConfig) -> list[str]:
+    """Stops a service by its name in the Ray cluster of the configuration, whether its gateway and its controller are
+    still there or not. Returns what it found. Raises ConfigError when there is nothing of that name.
+    """
+    if config.ray.address is None:
+        raise ConfigError("ray.address: the Ray cluster of the service has to be named")
+    await _require_reachable(config.ray.address)
+    async with _running_ray(config):
+        controller = find_actor(CONTROLLER)
+        found: list[str] = await asyncio.to_thread(ray.util.list_named_actors)
+        if controller is not None:
+            return found + await _stop_controller(controller)
+        found = await asyncio.to_thread(remove_everything, config.ray.namespace)
+        if not found:
+            raise ConfigError(f"ray.namespace: no service named {config.ray.namespace!r} is in this Ray cluster")
+        return found
 
 
 def _start_ray_patiently(config: ServiceConfig) -> str | None:
@@ -181,14 +248,14 @@ def _start_ray(config: ServiceConfig) -> str | None:
     common: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.ERROR,
-        "namespace": f"pd-{secrets.token_hex(4)}",
+        "namespace": config.ray.namespace,
     }
     try:
         if config.ray.address is not None:
             ray.init(address=config.ray.address, **common)
             return None
         pools = (config.pools.prefill, config.pools.decode)
-        asked = math.ceil(sum(pool.replicas * pool.num_cpus for pool in pools))
+        asked = math.ceil(sum(pool.max_replicas * pool.num_cpus for pool in pools))
         ray.init(
             address="local",
             num_cpus=max(asked, os.cpu_count() or 1),  # a laptop runs the cluster it is asked for
@@ -234,8 +301,9 @@ async def _wait_until_met(service: Service) -> None:
 
 
 def _have_met(status: admin_pb2.StatusResponse) -> bool:
-    num_holders = sum(engine.member.role == "prefill" for engine in status.engines)
-    return all(engine.status.holders >= num_holders for engine in status.engines if engine.member.role == "decode")
+    ready = [engine for engine in status.engines if engine.member.state == "ready"]
+    num_holders = sum(engine.member.role == "prefill" for engine in ready)
+    return all(engine.status.holders >= num_holders for engine in ready if engine.member.role == "decode")
 
 
 async def _show_progress(admin_address: str, progress: Progress) -> str:
@@ -245,8 +313,7 @@ async def _show_progress(admin_address: str, progress: Progress) -> str:
         async for membership in admin.WatchMembership(admin_pb2.WatchMembershipRequest()):
             for member in sorted(membership.members, key=lambda one: one.engine_id):
                 progress(member.engine_id, member.progress or member.state)
-            status = await admin.Status(admin_pb2.StatusRequest())
-            failures = [f"{pool.role}: {pool.last_failure}" for pool in status.pools if pool.last_failure]
+            failures = [f"{pool.role}: {pool.last_failure}" for pool in membership.pools if pool.last_failure]
             if failures:
                 return f"an engine failed to start: {'; '.join(failures)}"
     return "the controller went away"
