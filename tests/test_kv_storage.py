@@ -114,6 +114,25 @@ def test_the_shared_file_keeps_its_size() -> None:
                 os.ftruncate(storage.fd, size)
 
 
+def test_the_shared_file_cannot_be_written_but_through_the_owners_mapping() -> None:
+    with SharedStorage(1) as storage:
+        path = f"/proc/self/fd/{storage.fd}"
+        with open(path, "r+b") as again:  # as its owner may, with a descriptor that could write
+            for fd in (storage.fd, again.fileno()):
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, storage.num_bytes)
+                with pytest.raises(PermissionError):
+                    os.pwrite(fd, b"x", 0)
+        storage.allocate(3).fill_(7)
+        with open(path, "rb") as file:
+            assert file.read().count(7) == 3
+
+
+def test_the_shared_memory_begins_where_huge_pages_do() -> None:
+    with SharedStorage(1) as storage:
+        assert storage.base_ptr % ALIGNMENT == 0
+
+
 def test_close_leaves_neither_descriptor_nor_mapping() -> None:
     before = open_fds()
     storage = SharedStorage(ALIGNMENT)
