@@ -183,6 +183,24 @@ def test_a_reader_that_takes_nothing_holds_back_only_itself(between_processes: P
     dest.close()
 
 
+@pytest.mark.parametrize("is_frozen_first", [False, True])
+def test_a_reader_that_dies_in_the_middle_leaves_the_holder_serving(
+    between_processes: Plane, is_frozen_first: bool
+) -> None:
+    with Pair(between_processes) as pair:
+        endpoint = msgpack.packb(dict(pair.server.endpoint)).hex()
+        with Other("read", between_processes.name, endpoint, *map(str, LENS)) as doomed:
+            assert doomed.hello == "reading"
+            if is_frozen_first:
+                doomed.freeze()
+        read_and_compare(pair.reader, pair.source, pair.dest, random_runs(1, 50))
+        dest = Region(3)
+        late = between_processes.connect(pair.server.endpoint, b"token", dest.buffers)
+        read_and_compare(late, pair.source, dest, random_runs(2, 50))
+        late.close()
+        dest.close()
+
+
 def read_and_compare_huge(reader: PlaneReader, source: Region, dest: Region) -> None:
     """The small buffers by random runs, without looking at every byte of the huge one."""
     runs = random_runs(7, 200, LENS[:-1])
