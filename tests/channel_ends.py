@@ -1,7 +1,7 @@
 """The two ends of a channel without engines: a Holder and a Reader over plain memory, here or in a child process.
 
-    python -m tests.channel_ends holder PORT PLANES NUM_TICKETS   prints its `Told` and holds until it is killed
-    python -m tests.channel_ends reader PLANES TICKET             opens the ticket, prints a line, and keeps it
+    python -m tests.channel_ends holder PORT PLANES TICKETS COMPLETE   prints its `Told` and holds until it is killed
+    python -m tests.channel_ends reader PLANES TICKET                  opens the ticket, prints a line, and keeps it
 
 A child ends when its standard input does, so that none outlives the test that started it.
 """
@@ -57,6 +57,7 @@ def _layout() -> EngineLayout:
 
 LAYOUT = _layout()
 LENS = [b.num_bytes for b in LAYOUT.buffers]
+WHOLE = slice(None)
 SEED_OF_HOLDERS, SEED_OF_READERS = 1, 2
 
 
@@ -108,14 +109,15 @@ class HolderEnd:
         await self._server.start()
         return self.holder.address
 
-    def hold(self, index: int) -> Ticket:
+    def hold(self, index: int, *, is_complete: bool = True) -> Ticket:
+        """Of request `r<index>`; one that is not complete computes for ever and has one block ready."""
         hold = Hold(
             request_id=RequestId(f"r{index}"),
             tables={ATTN_TYPE: ticket_blocks(index)},
-            num_ready=NUM_TOKENS,
+            num_ready=NUM_TOKENS if is_complete else BLOCK_SIZE,
             num_tokens=NUM_TOKENS,
             token_digest=b"digest",
-            next_token=7,
+            next_token=7 if is_complete else None,
         )
         ticket = self.holder.follow(hold, owner=self)
         assert ticket is not None
@@ -156,12 +158,12 @@ class ReaderEnd:
             raise result.error
         return result.stats
 
-    def has_right_bytes(self, index: int, source: int | None = None) -> bool:
-        """The pull of `index` has brought what every holder has in the blocks of `source` (the same)."""
+    def has_right_bytes(self, index: int, part: slice = WHOLE) -> bool:
+        """The pull of `index` has brought what every holder has there, to this part of the bytes of each buffer."""
         expected = Region(SEED_OF_HOLDERS, LENS)
-        there = blocks_of(expected, ticket_blocks(index if source is None else source))
+        there = [content[part] for content in blocks_of(expected, ticket_blocks(index))]
         expected.close()
-        return blocks_of(self.region, ticket_blocks(index)) == there
+        return [content[part] for content in blocks_of(self.region, ticket_blocks(index))] == there
 
     def is_forgotten(self) -> bool:
         """No table knows any peer or ticket."""
@@ -257,8 +259,11 @@ class Child:
 
 
 @asynccontextmanager
-async def holder_child(planes: Sequence[str], num_tickets: int = 1, port: int = 0) -> AsyncIterator[Child]:
-    async with _child("holder", str(port), ",".join(planes), str(num_tickets)) as child:
+async def holder_child(
+    planes: Sequence[str], num_tickets: int = 1, *, num_complete: int = 99, port: int = 0
+) -> AsyncIterator[Child]:
+    """The first `num_complete` of its tickets are complete."""
+    async with _child("holder", str(port), ",".join(planes), str(num_tickets), str(num_complete)) as child:
         yield child
 
 
@@ -294,10 +299,12 @@ def _ticket_from_json(fields: dict[str, str]) -> Ticket:
     return Ticket(**{**fields, "token_digest": bytes.fromhex(fields["token_digest"])})  # type: ignore[arg-type]
 
 
-async def _hold(port: str, planes: str, num_tickets: str) -> None:
+async def _hold(port: str, planes: str, num_tickets: str, num_complete: str) -> None:
     end = HolderEnd(planes.split(","))
     address = await end.start(int(port))
-    tickets = [_ticket_to_json(end.hold(index)) for index in range(int(num_tickets))]
+    tickets = [
+        _ticket_to_json(end.hold(index, is_complete=index < int(num_complete))) for index in range(int(num_tickets))
+    ]
     print(json.dumps({"address": address, "incarnation": end.holder.incarnation, "tickets": tickets}), flush=True)
     await _input_ends()
 

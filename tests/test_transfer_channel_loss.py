@@ -13,7 +13,9 @@ import pytest
 from pd_service.errors import TransferFailed
 from pd_service.request import RequestId
 from tests.channel_ends import (
+    LENS,
     NETWORK_PLANES,
+    NUM_BLOCKS,
     HalfwayPlane,
     holder_child,
     holder_end,
@@ -73,6 +75,21 @@ def test_a_killed_holder_fails_tickets_that_only_wait() -> None:
             for request_id in claims:
                 end.reader.drop(request_id)
             await until(lambda: end.is_forgotten(), "nothing of the holder is left")
+
+    run_async(scenario())
+
+
+def test_a_killed_holder_fails_pulls_that_wait_for_it_to_compute_more() -> None:
+    async def scenario() -> None:
+        async with holder_child(["tcp"], num_complete=0) as holder, reader_end("tcp") as end:
+            pull = asyncio.create_task(end.pull(holder.told.tickets[0]))
+            part_of_block = slice(0, LENS[0] // NUM_BLOCKS)
+            await until(lambda: end.has_right_bytes(0, part_of_block), "what is ready has been read")
+            assert not pull.done()
+            holder.kill()
+            with pytest.raises(TransferFailed, match="broke"):
+                await pull
+            await until(end.is_forgotten, "nothing of the holder is left")
 
     run_async(scenario())
 
