@@ -38,7 +38,7 @@ from transfer.planes.base import Buffers, Plane, PlaneReader, PlaneServer, Runs
 NETWORK_PLANES = ("shm", "tcp")
 ATTN_TYPE = "FullAttention"
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_PER_TICKET = 16, 65, 4
-PATIENCE_S = 60.0  # a bound on what comes in milliseconds, or in two seconds where somebody has fallen silent
+PATIENCE_S = 30.0  # a bound on what comes in milliseconds, or in two seconds where somebody has fallen silent
 NUM_TOKENS = BLOCKS_PER_TICKET * BLOCK_SIZE
 NEVER_S = 600.0  # leases and pulls that only a broken channel can end while a test runs
 

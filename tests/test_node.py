@@ -2,11 +2,7 @@
 
 import asyncio
 import contextlib
-import gc
 import random
-import threading
-from collections import deque
-from collections.abc import Sequence
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +18,7 @@ from pd_service.models.config import fingerprint
 from pd_service.node.node import EngineNode
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
+from tests.leftovers import Held, held_by_this_process, table_sizes
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job, run
 from tests.one_loop import run_async
 
@@ -401,7 +398,7 @@ def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir:
 
     async def scenario() -> None:
         async with local_cluster(tiny_model_dir, prefill=0, settings=EngineSettings(planes=("shm", "tcp"))) as cluster:
-            held: list[tuple[int, int, int]] = []
+            held: list[Held] = []
             for life in range(20):
                 name = await cluster.add("prefill")
                 await cluster.generate(PROMPT, 3)
@@ -411,14 +408,6 @@ def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir:
             assert held[0] == held[1]
 
     run_async(scenario())
-
-
-def held_by_this_process() -> tuple[int, int, int]:
-    """Descriptors, mappings of KV caches, threads; the event loop's own pool of threads grows for a while."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().count("pd-kv-cache")
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
-    return len(list(Path("/proc/self/fd").iterdir())), maps, len(threads)
 
 
 def test_the_deadline_ends_a_request_on_the_engine_itself(long_model_dir: Path) -> None:
@@ -461,29 +450,6 @@ def test_no_table_grows_with_the_number_of_requests(tiny_model_dir: Path) -> Non
             assert len(sizes[0]) > 40  # it looks at something
 
     run_async(scenario())
-
-
-def table_sizes(roots: Sequence[object]) -> dict[str, int]:
-    """Sizes of all containers reachable through attributes of our own objects, by path."""
-    sizes: dict[str, int] = {}
-    seen: set[int] = set()
-    left = [(type(root).__name__ + str(i), root) for i, root in enumerate(roots)]
-    while left:
-        path, thing = left.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, dict | set | list | deque):
-            sizes[path] = len(thing)
-            values = thing.values() if isinstance(thing, dict) else thing
-            left += [(f"{path}[{i}]", value) for i, value in enumerate(values)]
-        elif isinstance(thing, asyncio.Queue):
-            sizes[path] = thing.qsize()
-        elif type(thing).__module__.partition(".")[0] in ("pd_service", "kv_cache", "transfer"):
-            slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-            names = [*getattr(thing, "__dict__", {}), *slots]
-            left += [(f"{path}.{name}", getattr(thing, name)) for name in names if hasattr(thing, name)]
-    return sizes
 
 
 def test_an_engine_whose_loop_dies_tells_its_owner(tiny_model_dir: Path) -> None:
