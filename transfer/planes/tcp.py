@@ -1,16 +1,16 @@
 """Data plane over any network: the reader asks for runs, the holder answers with raw bytes.
 
 No byte is copied in Python: the kernel takes them from the holder's cache and puts them into the reader's. Each read
-has a connection of its own from a pool, so reads run side by side. `tcp_wire` says what travels, `tcp_server` serves.
+has connections of its own from a pool, so reads run side by side; a long one is divided among several, each served by a
+thread of the holder, and received by the one thread that reads. `tcp_wire` says what travels, `tcp_server` serves.
 """
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+
+import numpy as np
 
 from transfer.planes import tcp_wire as wire
 from transfer.planes.base import (
@@ -18,20 +18,21 @@ from transfer.planes.base import (
     Guard,
     PlaneError,
     PlaneUnavailable,
-    ReadRefused,
     Runs,
     check_destination,
     endpoint_field,
 )
 from transfer.planes.gate import Gate
-from transfer.planes.tcp_server import TcpServer, memory_views
+from transfer.planes.tcp_connections import CONNECT_S, Connection, Connections
+from transfer.planes.tcp_server import TcpServer
+from transfer.planes.vectored import Pieces, receive
 
-CONNECT_S = 5.0  # until a holder must have accepted and welcomed us
-MAX_IDLE = 4  # connections kept for later reads
+MAX_STREAMS = 2  # of one read
+STREAM_BYTES = 4 * 2**20  # least share of a stream
 
 
 class TcpPlane:
-    """Serves at `host`, an address of this machine that the readers can reach."""
+    """Serves at `host`, an address or a name of this machine that the readers can reach."""
 
     name = "tcp"
 
@@ -55,30 +56,27 @@ class TcpPlane:
 
 
 class TcpReader:
-    """Connections to one holder. A connection that failed is closed, never used again."""
-
     def __init__(self, host: str, port: int, token: bytes, buffers: Buffers) -> None:
-        self._host, self._port, self._token = host, port, token
         self._lens = buffers.lens
-        self._views = memory_views(buffers, writable=True)
+        self._ptrs = np.array(buffers.ptrs, np.uint64)
         self._gate = Gate("the reader")
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._idle: list[socket.socket] = []
+        self._connections = Connections(host, port, token, self._gate)
 
     def probe(self) -> None:
         """Raises PlaneError unless a connection can be had; it is kept for the first read."""
-        with self._gate.passing(), self._connection(time.monotonic() + CONNECT_S):
+        with self._gate.passing(), self._connections.using(1, time.monotonic() + CONNECT_S):
             pass
 
     def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with self._gate.passing():
             check_destination(runs, self._lens)
+            parts = _divide(runs)
             try:
-                with self._connection(deadline) as sock:
-                    for first in range(0, max(1, len(runs)), wire.MAX_RUNS):
-                        self._read_part(sock, lease_id, runs, slice(first, first + wire.MAX_RUNS), deadline)
+                with self._connections.using(min(len(parts), MAX_STREAMS), deadline) as connections:
+                    for first in range(0, len(parts), len(connections)):
+                        wave = parts[first : first + len(connections)]
+                        self._read_parts(list(zip(connections, wave, strict=False)), lease_id, runs, deadline)
             except PlaneError:
                 self._gate.check()
                 if time.monotonic() >= deadline:
@@ -86,112 +84,38 @@ class TcpReader:
                 raise
 
     def close(self) -> None:
-        self._gate.close(self._interrupt)
-        with self._lock:
-            for sock in self._open:
-                sock.close()
-            self._open.clear()
-            self._idle.clear()
+        self._gate.close(self._connections.interrupt)
+        self._connections.close()
 
-    def _read_part(self, sock: socket.socket, lease_id: str, runs: Runs, part: slice, deadline: float) -> None:
-        request = wire.Request(
-            token=self._token,
-            lease_id=lease_id,
-            buffer=runs.src_buffer[part],
-            offset=runs.src_offset[part],
-            length=runs.length[part],
-        )
-        wire.send(sock, [memoryview(wire.encode_request(request))], deadline - time.monotonic())
-        self._expect_ok(sock, deadline)
-        for pieces in wire.batches(self._views, runs.dst_buffer[part], runs.dst_offset[part], runs.length[part]):
-            wire.receive(sock, pieces, deadline)
-
-    def _expect_ok(self, sock: socket.socket, deadline: float) -> None:
-        status = wire.decode_status(wire.receive_frame(sock, deadline, deadline - time.monotonic()))
-        if status.refused:
-            raise ReadRefused(status.problem)
-        if status.problem:
-            raise PlaneError(status.problem)
-
-    @contextmanager
-    def _connection(self, deadline: float) -> Iterator[socket.socket]:
-        """An idle connection or a new one; given back unless the block fails. All errors leave as PlaneError."""
-        sock = self._take_idle()
-        try:
-            if sock is None:
-                sock = self._connect(min(deadline, time.monotonic() + CONNECT_S))
-            yield sock
-        except ReadRefused:
-            self._give_back(sock)
-            raise
-        except (OSError, wire.Disconnected, wire.FrameError) as error:
-            self._drop(sock)
-            raise PlaneError(f"{type(error).__name__}: {error}") from error
-        except BaseException:
-            self._drop(sock)
-            raise
-        else:
-            self._give_back(sock)
-
-    def _connect(self, deadline: float) -> socket.socket:
-        family, kind, *_, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
-        self._adopt(sock)
-        try:
-            sock.settimeout(max(1e-3, deadline - time.monotonic()))
-            sock.connect(address)
-            wire.tune(sock)
-            self._gate.check()  # an unconnected socket cannot be interrupted
-            self._expect_ok(sock, deadline)
-        except BaseException:
-            self._drop(sock)
-            raise
-        return sock
-
-    def _adopt(self, sock: socket.socket) -> None:
-        """From here on `close` can interrupt what this socket waits for."""
-        with self._lock:
-            self._open.add(sock)
-        if self._gate.closed:
-            self._drop(sock)
-            self._gate.check()
-
-    def _take_idle(self) -> socket.socket | None:
-        while True:
-            with self._lock:
-                if not self._idle:
-                    return None
-                sock = self._idle.pop()
-            if _is_quiet(sock):
-                return sock
-            self._drop(sock)
-
-    def _give_back(self, sock: socket.socket | None) -> None:
-        with self._lock:
-            if sock is not None and not self._gate.closed and len(self._idle) < MAX_IDLE:
-                self._idle.append(sock)
-                return
-        self._drop(sock)
-
-    def _drop(self, sock: socket.socket | None) -> None:
-        if sock is not None:
-            with self._lock:
-                self._open.discard(sock)
-            sock.close()
-
-    def _interrupt(self) -> None:
-        with self._lock:
-            for sock in self._open:
-                with suppress(OSError):  # not connected yet, or gone
-                    sock.shutdown(socket.SHUT_RDWR)
+    def _read_parts(
+        self, parts: list[tuple[Connection, slice]], lease_id: str, runs: Runs, deadline: float
+    ) -> None:
+        for connection, part in parts:
+            request = wire.Request(
+                lease_id=lease_id,
+                buffer=runs.src_buffer[part],
+                offset=runs.src_offset[part],
+                length=runs.length[part],
+            )
+            connection.ask(request, deadline)
+        streams = [
+            (
+                connection.sock,
+                Pieces.of_runs(self._ptrs, runs.dst_buffer[part], runs.dst_offset[part], runs.length[part]),
+            )
+            for connection, part in parts
+        ]
+        for connection, _ in parts:
+            connection.expect_ok(deadline)
+        receive(streams, deadline)
+        for connection, _ in parts:
+            connection.is_clean = True
 
 
-def _is_quiet(sock: socket.socket) -> bool:
-    """An idle connection has nothing to say; anything else means that the holder closed it."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+def _divide(runs: Runs) -> list[slice]:
+    """Parts of at most MAX_RUNS runs; a long read's are about one stream's share of the bytes. At least one part."""
+    ends = np.cumsum(runs.length)
+    num_streams = min(MAX_STREAMS, max(1, runs.num_bytes // STREAM_BYTES))
+    shares = ends.searchsorted([runs.num_bytes * i // num_streams for i in range(1, num_streams)])
+    cuts = sorted({0, len(runs), *shares.tolist(), *range(0, len(runs), wire.MAX_RUNS)})
+    return [slice(start, end) for start, end in zip(cuts, cuts[1:], strict=False)] or [slice(0, 0)]

@@ -1,14 +1,15 @@
-"""What travels on a connection of the tcp plane, and how bytes get in and out of a socket.
+"""What travels on a connection of the tcp plane.
 
     reader                              holder
+           ◄──────────────────────────  status            (there is room, or why not)
+    hello  ──────────────────────────►                    (the reader's token)
            ◄──────────────────────────  status            (welcome, or why not)
     request ──────────────────────────►
            ◄──────────────────────────  status, then the bytes of all runs if it is ok
     request ──────────────────────────►  ...
 
-A frame is its length (4 bytes, little-endian) and a msgpack map; its length is limited before anything is allocated.
-The bytes of runs go straight between cache memory and socket. Sockets are blocking with kernel timeouts: one call moves
-many pieces and returns when all are done, so that Python wakes up once per batch and not once per packet.
+A frame is its length (4 bytes, little-endian) and a msgpack map. Its length is limited by what may come at that point,
+before anything is allocated: a stranger, who has no token, can send no more than a hello.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -24,10 +24,11 @@ import numpy as np
 
 from transfer.planes.base import Int64Array
 
-VERSION = 1
-MAX_FRAME_BYTES = 16 * 2**20
+VERSION = 2
 MAX_RUNS = 500_000  # per request: 12 MB of 3 × 8 bytes; a larger read is sent as several requests
-BATCH = 256  # pieces per system call (the kernel takes up to 1,024): the next list is built while these bytes travel
+MAX_REQUEST_BYTES = 16 * 2**20
+MAX_HELLO_BYTES = 1024
+MAX_STATUS_BYTES = 8192
 
 _LENGTH = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@ll")
@@ -42,12 +43,13 @@ class FrameError(Exception):
 
 
 class Disconnected(Exception):
-    """The other side closed the connection."""
+    """The other side closed the connection between two frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    token: bytes
+    """Three arrays of one length: the runs' buffers, offsets and lengths in the holder's memory."""
+
     lease_id: str
     buffer: Int64Array
     offset: Int64Array
@@ -62,21 +64,33 @@ class Status:
     refused: bool = False
 
 
+def encode_hello(token: bytes) -> bytes:
+    return _frame({"v": VERSION, "token": token})
+
+
+def decode_hello(body: memoryview) -> bytes:
+    """The token. Raises FrameError."""
+    token = _message(body).get("token")
+    if not isinstance(token, bytes):
+        raise FrameError("a hello has a token")
+    return token
+
+
 def encode_request(request: Request) -> bytes:
-    arrays = [np.ascontiguousarray(a, _LITTLE).tobytes() for a in (request.buffer, request.offset, request.length)]
-    return _frame({"v": VERSION, "token": request.token, "lease": request.lease_id, "runs": arrays})
+    arrays = [np.ascontiguousarray(a, _LITTLE).data for a in (request.buffer, request.offset, request.length)]
+    return _frame({"v": VERSION, "lease": request.lease_id, "runs": arrays})
 
 
 def decode_request(body: memoryview) -> Request:
     """Raises FrameError."""
     message = _message(body)
-    token, lease_id, runs = message.get("token"), message.get("lease"), message.get("runs")
-    if not isinstance(token, bytes) or not isinstance(lease_id, str) or not isinstance(runs, list) or len(runs) != 3:
-        raise FrameError("a request has token, lease and three arrays of runs")
+    lease_id, runs = message.get("lease"), message.get("runs")
+    if not isinstance(lease_id, str) or not isinstance(runs, list) or len(runs) != 3:
+        raise FrameError("a request has a lease and three arrays of runs")
     if not all(isinstance(r, bytes) and len(r) % 8 == 0 and len(r) == len(runs[0]) for r in runs):
         raise FrameError("runs are three arrays of int64 of one length")
     buffer, offset, length = (np.frombuffer(r, _LITTLE).astype(np.int64, copy=False) for r in runs)
-    return Request(token=token, lease_id=lease_id, buffer=buffer, offset=offset, length=length)
+    return Request(lease_id=lease_id, buffer=buffer, offset=offset, length=length)
 
 
 def encode_status(status: Status) -> bytes:
@@ -109,54 +123,59 @@ def _message(body: memoryview) -> dict[str, object]:
     return message
 
 
-def receive_frame(sock: socket.socket, first_byte_by: float, rest_within_s: float) -> memoryview:
+def receive_frame(sock: socket.socket, max_bytes: int, first_byte_by: float, rest_within_s: float) -> memoryview:
     """One frame's body. Its length must come until `first_byte_by` (monotonic), the rest `rest_within_s` later.
 
-    Raises FrameError for a length over the limit, and what `receive` raises.
+    Raises Disconnected when the other side closed instead, FrameError when it closed or stalled in the middle and for
+    a length over `max_bytes`, TimeoutError when nothing came, or OSError.
     """
-    header = bytearray(_LENGTH.size)
-    receive(sock, [memoryview(header)], first_byte_by)
+    header = memoryview(bytearray(_LENGTH.size))
+    if not _receive(sock, header, first_byte_by):
+        raise Disconnected("the other side closed the connection")
     (length,) = _LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+    if length > max_bytes:
+        raise FrameError(f"a frame of {length} bytes is over the limit of {max_bytes}")
     body = np.empty(length, np.uint8).data  # unlike a bytearray not touched before bytes arrive
     try:
-        receive(sock, [body], time.monotonic() + rest_within_s)
-    except (Disconnected, TimeoutError) as error:
+        is_whole = _receive(sock, body, time.monotonic() + rest_within_s)
+    except TimeoutError as error:
         raise FrameError(f"a frame of {length} bytes did not arrive whole: {error}") from error
+    if not is_whole:
+        raise FrameError(f"a frame of {length} bytes did not arrive whole: the other side closed the connection")
     return body
 
 
-def receive(sock: socket.socket, pieces: list[memoryview], deadline: float) -> None:
-    """Fills all pieces.
-
-    Raises TimeoutError at the deadline, Disconnected when the other side closed before the first byte, FrameError when
-    it did in the middle, or OSError.
-    """
-    pieces = [piece for piece in pieces if len(piece)]
-    is_untouched = True
-    while pieces:
+def _receive(sock: socket.socket, area: memoryview, deadline: float) -> bool:
+    """Fills `area`; False when the other side closed before the first byte. Raises like `receive_frame`."""
+    at = 0
+    while at < len(area):
         _set_timeout(sock, socket.SO_RCVTIMEO, deadline - time.monotonic())
         try:
-            num, *_ = sock.recvmsg_into(pieces, 0, socket.MSG_WAITALL)
+            num_bytes = sock.recv_into(area[at:], 0, socket.MSG_WAITALL)
         except BlockingIOError:
             continue  # the timeout passed without a byte; the next look at the clock ends it
-        if not num:
-            message = "the other side closed the connection"
-            raise Disconnected(message) if is_untouched else FrameError(f"{message} in the middle")
-        is_untouched = False
-        pieces = _rest(pieces, num)
+        if not num_bytes and at:
+            raise FrameError("the other side closed the connection in the middle of a frame")
+        if not num_bytes:
+            return False
+        at += num_bytes
+    return True
 
 
-def send(sock: socket.socket, pieces: list[memoryview], stall_s: float) -> None:
-    """Sends all pieces. Raises TimeoutError when no byte could be sent for `stall_s`, or OSError."""
-    _set_timeout(sock, socket.SO_SNDTIMEO, stall_s)
-    while pieces:
+def send_frame(sock: socket.socket, frame: bytes, deadline: float) -> None:
+    """Raises TimeoutError at the deadline (monotonic), or OSError."""
+    rest = memoryview(frame)
+    while rest:
+        _set_timeout(sock, socket.SO_SNDTIMEO, deadline - time.monotonic())
         try:
-            num = sock.sendmsg(pieces, (), socket.MSG_NOSIGNAL)
-        except BlockingIOError as error:
-            raise TimeoutError(f"the other side took nothing for {stall_s} s") from error
-        pieces = _rest(pieces, num)
+            rest = rest[sock.send(rest, socket.MSG_NOSIGNAL) :]
+        except BlockingIOError:
+            continue  # as in `_receive`
+
+
+def limit_sending(sock: socket.socket, stall_s: float) -> None:
+    """From here on a send that could not send a byte for so long ends with BlockingIOError."""
+    _set_timeout(sock, socket.SO_SNDTIMEO, stall_s)
 
 
 def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
@@ -166,28 +185,10 @@ def _set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(fraction * 1e6)))
 
 
-def _rest(pieces: list[memoryview], num: int) -> list[memoryview]:
-    """What remains of the pieces after their first `num` bytes."""
-    for i, piece in enumerate(pieces):
-        if num < len(piece):
-            return [piece[num:], *pieces[i + 1 :]] if num else pieces[i:]
-        num -= len(piece)
-    return []
-
-
-def batches(views: Sequence[memoryview], buffer: Int64Array, offset: Int64Array, length: Int64Array
-            ) -> Iterator[list[memoryview]]:  # fmt: skip
-    """The runs as pieces of memory, BATCH at a time. Runs must have been checked."""
-    for first in range(0, len(length), BATCH):
-        part = slice(first, first + BATCH)
-        ends = (offset[part] + length[part]).tolist()
-        yield [
-            views[b][start:end]
-            for b, start, end in zip(buffer[part].tolist(), offset[part].tolist(), ends, strict=True)
-        ]
-
-
 def tune(sock: socket.socket) -> None:
-    """Blocking, and small frames leave at once."""
+    """Blocking; small frames leave at once; a host that is gone is found within seconds although nobody sends."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
