@@ -1,29 +1,33 @@
-"""What only the `tcp` plane promises: the guard is asked, and nothing a stranger sends ends the server."""
+"""What only the `tcp` plane promises: who may read what, connections, streams, and that no read waits for another."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
-import msgpack
 import numpy as np
 import pytest
-from plane_memory import LENS, Bounds, Open, Region, apply, random_runs, runs_of
+from plane_memory import LENS, Open, Region, apply, random_runs, runs_of
+from plane_tcp import (
+    HOST,
+    OK,
+    TIMEOUT_S,
+    WAIT_S,
+    join_connections,
+    reading,
+    request_of,
+    welcomed,
+)
 
 from transfer.guard import ReadGuard
 from transfer.layout import BufferLayout, EngineLayout
+from transfer.planes import tcp
 from transfer.planes import tcp_wire as wire
-from transfer.planes.base import PlaneError, PlaneUnavailable, ReadRefused
+from transfer.planes.base import PlaneError, PlaneUnavailable, ReadRefused, Runs
 from transfer.planes.tcp import TcpPlane, TcpReader
 from transfer.planes.tcp_server import TcpServer
-
-HOST = "127.0.0.1"
-TIMEOUT_S = 30.0
-WAIT_S = 60.0
-PLANE = TcpPlane(HOST)
 
 
 @pytest.fixture
@@ -41,20 +45,14 @@ def server(regions: tuple[Region, Region]) -> Iterator[TcpServer]:
     made.close()
 
 
-@contextlib.contextmanager
-def reading(server: TcpServer, region: Region, token: bytes = b"token") -> Iterator[TcpReader]:
-    reader = PLANE.connect(server.endpoint, token, region.buffers)
-    try:
-        yield reader
-    finally:
-        reader.close()
-
-
-def join_connections() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "kv-tcp-serve":
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+def read_and_compare(reader: TcpReader, regions: tuple[Region, Region], runs: Runs) -> None:
+    source, dest = regions
+    expected = Region(2)
+    expected.bytes[:] = dest.bytes
+    apply(runs, source.arrays, expected.arrays)
+    reader.read("lease", runs, TIMEOUT_S)
+    np.testing.assert_array_equal(dest.bytes, expected.bytes)
+    expected.close()
 
 
 # ---- the guard
@@ -79,24 +77,34 @@ def guarded() -> Iterator[tuple[ReadGuard, TcpServer, Region]]:
         end.close()
 
 
-@pytest.mark.parametrize(
-    ("token", "lease", "offset"),
-    [
-        (b"mallory", "lease", 48),
-        (b"", "lease", 48),
-        (b"alice", "other", 48),
-        (b"alice", "lease", 49),
-        (b"alice", "", 0),
-    ],
-)
+@pytest.mark.parametrize(("lease", "offset"), [("other", 48), ("lease", 49), ("", 0)])
 def test_what_the_guard_refuses_is_not_read(
-    guarded: tuple[ReadGuard, TcpServer, Region], token: bytes, lease: str, offset: int
+    guarded: tuple[ReadGuard, TcpServer, Region], lease: str, offset: int
 ) -> None:
     _, server, dest = guarded
     before = dest.bytes.copy()
-    with reading(server, dest, token) as reader, pytest.raises(ReadRefused):
+    with reading(server, dest, b"alice") as reader, pytest.raises(ReadRefused):
         reader.read(lease, runs_of((0, offset, 0, 0, 16)), TIMEOUT_S)
     np.testing.assert_array_equal(dest.bytes, before)
+
+
+@pytest.mark.parametrize("token", [b"mallory", b"", b"alic", b"alice\0", b"x" * 5000])
+def test_who_has_no_token_cannot_connect(guarded: tuple[ReadGuard, TcpServer, Region], token: bytes) -> None:
+    _, server, dest = guarded
+    with pytest.raises(PlaneUnavailable), reading(server, dest, token):
+        pass
+    join_connections()
+    assert server.refused_frames == 1
+
+
+def test_a_reader_that_was_forgotten_reads_nothing_more(guarded: tuple[ReadGuard, TcpServer, Region]) -> None:
+    guard, server, dest = guarded
+    with reading(server, dest, b"alice") as reader:
+        guard.forget_reader(b"alice")
+        with pytest.raises(ReadRefused):
+            reader.read("lease", runs_of((0, 48, 0, 0, 16)), TIMEOUT_S)
+    with pytest.raises(PlaneUnavailable, match="no reader with this token is known"), reading(server, dest, b"alice"):
+        pass
 
 
 def test_a_refusal_leaves_the_connection_usable_until_the_lease_ends(
@@ -123,33 +131,65 @@ def test_a_read_of_more_runs_than_a_request_holds_is_several_requests(
     regions: tuple[Region, Region], server: TcpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MAX_RUNS", 7)
-    source, dest = regions
-    expected = Region(2)
-    runs = random_runs(5, 100)
-    apply(runs, source.arrays, expected.arrays)
-    with reading(server, dest) as reader:
-        reader.read("lease", runs, TIMEOUT_S)
-    np.testing.assert_array_equal(dest.bytes, expected.bytes)
-    expected.close()
+    with reading(server, regions[1]) as reader:
+        read_and_compare(reader, regions, random_runs(5, 100))
 
 
 def test_the_longest_request_fits_a_frame() -> None:
     full = np.zeros(wire.MAX_RUNS, np.int64)
-    request = wire.Request(token=b"t" * 64, lease_id="l" * 1024, buffer=full, offset=full, length=full)
-    assert len(wire.encode_request(request)) < wire.MAX_FRAME_BYTES
+    request = wire.Request(lease_id="l" * 1024, buffer=full, offset=full, length=full)
+    assert len(wire.encode_request(request)) < wire.MAX_REQUEST_BYTES
 
 
 def test_a_message_comes_back_as_it_was() -> None:
     runs = np.array([1, -2, 2**62], np.int64)
-    request = wire.Request(token=b"t", lease_id="löss", buffer=runs, offset=runs + 1, length=runs + 2)
+    request = wire.Request(lease_id="löss", buffer=runs, offset=runs + 1, length=runs + 2)
     decoded = wire.decode_request(memoryview(wire.encode_request(request)[4:]))
-    assert (decoded.token, decoded.lease_id) == (b"t", "löss")
+    assert decoded.lease_id == "löss"
     for name in ("buffer", "offset", "length"):
         np.testing.assert_array_equal(getattr(decoded, name), getattr(request, name))
+    assert wire.decode_hello(memoryview(wire.encode_hello(b"\0t\xff")[4:])) == b"\0t\xff"
     for status in (wire.Status(), wire.Status(problem="no", refused=True), wire.Status(problem="é" * 9000)):
-        back = wire.decode_status(memoryview(wire.encode_status(status)[4:]))
+        frame = wire.encode_status(status)
+        assert len(frame) < wire.MAX_STATUS_BYTES
+        back = wire.decode_status(memoryview(frame[4:]))
         assert status.problem.startswith(back.problem)
         assert back.refused == status.refused
+
+
+# ---- streams
+
+
+def test_a_long_read_is_divided_among_connections(
+    regions: tuple[Region, Region], server: TcpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "STREAM_BYTES", 1000)
+    with reading(server, regions[1]) as reader:
+        read_and_compare(reader, regions, random_runs(5, 10))
+        assert server.num_connections == 1
+        for seed in range(3):
+            read_and_compare(reader, regions, random_runs(seed, 3000))
+        assert server.num_connections == tcp.MAX_STREAMS
+
+
+def test_a_holder_without_room_for_more_streams_serves_one(
+    regions: tuple[Region, Region], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "STREAM_BYTES", 1000)
+    server = TcpServer(HOST, regions[0].buffers, Open(), max_connections=1)
+    with reading(server, regions[1]) as reader:
+        read_and_compare(reader, regions, random_runs(5, 3000))
+    server.close()
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("max_runs", [1, 3, 1000])
+def test_the_parts_of_a_read_are_all_of_it_once(num: int, max_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "STREAM_BYTES", 40)
+    monkeypatch.setattr(wire, "MAX_RUNS", max_runs)
+    parts = tcp._divide(random_runs(num, num))
+    assert [i for part in parts for i in range(num)[part]] == list(range(num))
+    assert all(part.stop - part.start <= max_runs for part in parts)
 
 
 # ---- connections
@@ -158,8 +198,8 @@ def test_a_message_comes_back_as_it_was() -> None:
 def test_more_connections_than_allowed_are_told_so(regions: tuple[Region, Region]) -> None:
     server = TcpServer(HOST, regions[0].buffers, Open(), max_connections=1)
     with reading(server, regions[1]) as reader:
-        with pytest.raises(PlaneUnavailable, match="serves 1 connections already"):
-            PLANE.connect(server.endpoint, b"token", regions[1].buffers)
+        with pytest.raises(PlaneUnavailable, match="serves 1 connections already"), reading(server, regions[1]):
+            pass
         reader.read("lease", random_runs(0, 10), TIMEOUT_S)
     join_connections()
     with reading(server, regions[1]) as reader:
@@ -184,218 +224,111 @@ def test_an_idle_connection_ends_and_the_next_read_opens_another(regions: tuple[
     assert server.refused_frames == 0
 
 
+def test_nobody_listening_is_unavailable(regions: tuple[Region, Region]) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PlaneUnavailable, match=f"the holder at {HOST}:{port} cannot be reached"):
+        TcpPlane(HOST).connect({"host": HOST, "port": port}, b"", regions[1].buffers)
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+def test_a_holder_is_reached_by_any_kind_of_address(host: str, regions: tuple[Region, Region]) -> None:
+    server = TcpServer(host, regions[0].buffers, Open())
+    with reading(server, regions[1]) as reader:
+        read_and_compare(reader, regions, random_runs(0, 10))
+    server.close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 300, "a..b", "\0"])
+def test_an_address_that_is_not_ours_cannot_be_served(host: str, regions: tuple[Region, Region]) -> None:
+    with pytest.raises(PlaneUnavailable, match="cannot listen at"):
+        TcpPlane(host).serve(regions[0].buffers, Open())
+
+
+@pytest.mark.parametrize("host", ["x" * 300, "a..b", "\0", ""])
+def test_what_is_no_address_cannot_be_reached(host: str, regions: tuple[Region, Region]) -> None:
+    with pytest.raises(PlaneUnavailable, match="cannot be reached"):
+        TcpPlane(HOST).connect({"host": host, "port": 1}, b"", regions[1].buffers)
+
+
+# ---- side by side
+
+
+MUCH = [(3, 0, LENS[3])] * 2048  # 64 KiB each: far more than the kernel buffers
+
+
+def test_a_reader_that_takes_nothing_holds_back_itself_alone(regions: tuple[Region, Region], server: TcpServer) -> None:
+    with welcomed(server) as slow:
+        slow.sendall(request_of(*MUCH))
+        assert slow.recv(len(OK), socket.MSG_WAITALL) == OK  # the answer is on its way, and stops somewhere
+        with reading(server, regions[1]) as reader:
+            for seed in range(3):
+                read_and_compare(reader, regions, random_runs(seed, 100))
+        for _ in MUCH:
+            assert slow.recv(LENS[3], socket.MSG_WAITALL) == regions[0].arrays[3].tobytes()
+
+
 def test_a_reader_that_takes_nothing_does_not_hold_a_thread(regions: tuple[Region, Region]) -> None:
     server = TcpServer(HOST, regions[0].buffers, Open(), stall_s=0.05)
-    num = 2048  # times 64 KiB: far more than the kernel buffers
-    request = wire.Request(
-        token=b"", lease_id="l", buffer=np.full(num, 3), offset=np.zeros(num, np.int64), length=np.full(num, LENS[3])
-    )
-    with connected(server) as sock:
-        sock.sendall(wire.encode_request(request))
+    with welcomed(server) as slow:
+        slow.sendall(request_of(*MUCH))
         join_connections()
     assert server.num_connections == 0
     server.close()
 
 
 class Blocking(Open):
-    """A guard that answers when it is told to."""
+    """A guard that answers for the lease "slow" when it is told to."""
 
     def __init__(self) -> None:
         self.asked, self.go_on = threading.Event(), threading.Event()
 
-    def check(self, *_: object) -> None:
-        self.asked.set()
-        assert self.go_on.wait(WAIT_S)
+    def check(self, token: bytes, lease_id: str, *_: object) -> None:
+        if lease_id == "slow":
+            self.asked.set()
+            assert self.go_on.wait(WAIT_S)
 
 
-def test_a_holder_that_stalls_is_a_timeout(regions: tuple[Region, Region]) -> None:
+@pytest.fixture
+def blocking(regions: tuple[Region, Region]) -> Iterator[tuple[Blocking, TcpServer]]:
     guard = Blocking()
     server = TcpServer(HOST, regions[0].buffers, guard)
-    with reading(server, regions[1]) as reader:
-        with pytest.raises(PlaneError, match=r"did not end within 0\.05 s"):
-            reader.read("lease", random_runs(0, 10), 0.05)
-        guard.go_on.set()
-        reader.read("lease", random_runs(0, 10), TIMEOUT_S)
-    server.close()
-
-
-def test_closing_the_reader_ends_a_read_that_waits(regions: tuple[Region, Region]) -> None:
-    guard = Blocking()
-    server = TcpServer(HOST, regions[0].buffers, guard)
-    reader = PLANE.connect(server.endpoint, b"", regions[1].buffers)
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            reader.read("lease", random_runs(0, 10), TIMEOUT_S)
-        except PlaneError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert guard.asked.wait(WAIT_S)
-    reader.close()
-    thread.join(WAIT_S)
-    assert [str(error) for error in errors] == ["the reader was closed"]
+    yield guard, server
     guard.go_on.set()
     server.close()
 
 
-def test_nobody_listening_is_unavailable(regions: tuple[Region, Region]) -> None:
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(PlaneUnavailable, match=f"the holder at {HOST}:{port} cannot be reached"):
-        PLANE.connect({"host": HOST, "port": port}, b"", regions[1].buffers)
-
-
-def test_an_address_that_is_not_ours_cannot_be_served(regions: tuple[Region, Region]) -> None:
-    with pytest.raises(PlaneUnavailable, match=r"cannot listen at '192\.0\.2\.1'"):
-        TcpPlane("192.0.2.1").serve(regions[0].buffers, Open())
-
-
-# ---- a holder that misbehaves
-
-
-def fake_holder(answer: Callable[[socket.socket], None]) -> tuple[dict[str, object], threading.Thread]:
-    """Welcomes one connection, takes one request, and lets `answer` go on; then hangs up."""
-    listener = socket.create_server((HOST, 0))
-
-    def run() -> None:
-        with listener, listener.accept()[0] as sock:
-            sock.sendall(wire.encode_status(wire.Status()))
-            (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
-            sock.recv(length, socket.MSG_WAITALL)
-            answer(sock)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return {"host": HOST, "port": listener.getsockname()[1]}, thread
-
-
-OK = wire.encode_status(wire.Status())
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        OK[:3],
-        OK[:-1],
-        OK,
-        OK + bytes(4095),
-        b"\xff\xff\xff\xff",
-        b"\x00\x00\x00\x00",
-        struct.pack("<I", 3) + b"abc",
-        struct.pack("<I", 1) + msgpack.packb([]),
-        wire._frame({"v": 1, "problem": 5, "refused": False}),
-        wire.encode_status(wire.Status(problem="out of order")),
-        OK.replace(b"\xa1v\x01", b"\xa1v\x02"),
-    ],
-)
-def test_an_answer_cut_short_or_wrong_is_an_error(regions: tuple[Region, Region], data: bytes) -> None:
-    endpoint, thread = fake_holder(lambda sock: sock.sendall(data))
-    reader = PLANE.connect(endpoint, b"", regions[1].buffers)
-    with pytest.raises(PlaneError):
-        reader.read("lease", runs_of((0, 0, 0, 0, 4096)), TIMEOUT_S)
-    reader.close()
-    thread.join(WAIT_S)
-
-
-def test_a_holder_that_stalls_half_way_is_a_timeout(regions: tuple[Region, Region]) -> None:
-    read_ended = threading.Event()
-
-    def half(sock: socket.socket) -> None:
-        sock.sendall(OK + bytes(2000))
-        assert read_ended.wait(WAIT_S)
-
-    endpoint, thread = fake_holder(half)
-    reader = PLANE.connect(endpoint, b"", regions[1].buffers)
-    with pytest.raises(PlaneError, match=r"did not end within 0\.05 s"):
-        reader.read("lease", runs_of((0, 0, 0, 0, 4096)), 0.05)
-    read_ended.set()
-    reader.close()
-    thread.join(WAIT_S)
-
-
-# ---- strangers
-
-
-@contextlib.contextmanager
-def connected(server: TcpServer) -> Iterator[socket.socket]:
-    """A connection that has been welcomed."""
-    with socket.create_connection((server.endpoint["host"], server.endpoint["port"]), timeout=WAIT_S) as sock:
-        assert sock.recv(len(OK), socket.MSG_WAITALL) == OK
-        yield sock
-
-
-def say(server: TcpServer, data: bytes) -> bytes:
-    """Sends `data`, ends, and returns what came back until the server hung up."""
-    answer = b""
-    with connected(server) as sock, contextlib.suppress(OSError):  # hung up on while we spoke
-        sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
-        while piece := sock.recv(65536):
-            answer += piece
-    return answer
-
-
-def valid_request() -> bytes:
-    run = np.array([0, 1], np.int64)
-    return wire.encode_request(wire.Request(token=b"token", lease_id="lease", buffer=run, offset=run, length=run + 5))
-
-
-BAD = [
-    b"\x00",
-    struct.pack("<I", wire.MAX_FRAME_BYTES + 1),
-    b"\xff\xff\xff\xff",
-    struct.pack("<I", wire.MAX_FRAME_BYTES) + b"short",
-    struct.pack("<I", 0),
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    wire._frame({}),
-    wire._frame({"v": 2, "token": b"", "lease": "", "runs": [b"", b"", b""]}),
-    wire._frame({"v": 1, "token": "text", "lease": "", "runs": [b"", b"", b""]}),
-    wire._frame({"v": 1, "token": b"", "lease": b"", "runs": [b"", b"", b""]}),
-    wire._frame({"v": 1, "token": b"", "lease": "", "runs": [b"", b""]}),
-    wire._frame({"v": 1, "token": b"", "lease": "", "runs": [b"1234567", b"1234567", b"1234567"]}),
-    wire._frame({"v": 1, "token": b"", "lease": "", "runs": [b"12345678", b"", b""]}),
-    wire._frame({"v": 1, "token": b"", "lease": "", "runs": [1, 2, 3]}),
-    struct.pack("<I", 200_000) + b"\x91" * 200_000,
-    struct.pack("<I", 6) + b"\xdd\x7f\xff\xff\xff\x00",
-    valid_request()[:-1],
-]
-
-
-@pytest.mark.parametrize("data", BAD)
-def test_each_bad_frame_is_counted_once_and_harms_nobody(
-    regions: tuple[Region, Region], server: TcpServer, data: bytes
+def test_one_reader_s_short_read_does_not_wait_for_its_long_one(
+    regions: tuple[Region, Region], blocking: tuple[Blocking, TcpServer]
 ) -> None:
+    guard, server = blocking
+    with reading(server, regions[1]) as reader, ThreadPoolExecutor(1) as pool:
+        long = pool.submit(reader.read, "slow", runs_of((3, 0, 3, 0, LENS[3])), TIMEOUT_S)
+        assert guard.asked.wait(WAIT_S)
+        reader.read("short", runs_of((0, 0, 0, 0, 99)), TIMEOUT_S)
+        assert not long.done()
+        guard.go_on.set()
+        long.result(WAIT_S)
+
+
+def test_a_holder_that_stalls_is_a_timeout(
+    regions: tuple[Region, Region], blocking: tuple[Blocking, TcpServer]
+) -> None:
+    guard, server = blocking
     with reading(server, regions[1]) as reader:
-        say(server, data)
-        assert server.refused_frames == 1
-        reader.read("lease", random_runs(0, 10), TIMEOUT_S)
+        with pytest.raises(PlaneError, match=r"did not end within 0\.05 s"):
+            reader.read("slow", random_runs(0, 10), 0.05)
+        guard.go_on.set()
+        reader.read("slow", random_runs(0, 10), TIMEOUT_S)
 
 
-def test_an_unknown_version_is_told_both_versions(server: TcpServer) -> None:
-    answer = say(server, wire._frame({"v": 2, "something": "new"}))
-    assert b"version 2 is not known, this side speaks 1" in answer
-
-
-def test_no_sequence_of_random_frames_ends_the_server(regions: tuple[Region, Region]) -> None:
-    server = TcpServer(HOST, regions[0].buffers, Bounds())
-    rng = np.random.default_rng(0)
-    for i in range(1200):
-        frame = bytearray(valid_request())
-        if i % 3 == 0:
-            frame = bytearray(rng.bytes(int(rng.integers(1, 200))))
-        elif i % 3 == 1:
-            frame = frame[: int(rng.integers(1, len(frame)))]
-        else:
-            for at in rng.integers(4, len(frame), 3):
-                frame[at] = int(rng.integers(256))
-        say(server, bytes(frame))
-    join_connections()
-    assert server.num_connections == 0
-    assert server.refused_frames > 800
-    with reading(server, regions[1]) as reader:
-        reader.read("lease", random_runs(0, 10), TIMEOUT_S)
-    server.close()
+def test_closing_the_reader_ends_a_read_that_waits(
+    regions: tuple[Region, Region], blocking: tuple[Blocking, TcpServer]
+) -> None:
+    guard, server = blocking
+    with reading(server, regions[1]) as reader, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.read, "slow", random_runs(0, 10), TIMEOUT_S)
+        assert guard.asked.wait(WAIT_S)
+        reader.close()
+        with pytest.raises(PlaneError, match="the reader was closed"):
+            waiting.result(WAIT_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,7 +71,6 @@ class TcpReader:
     def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with self._gate.passing():
-            check_destination(runs, self._lens)
             parts = _divide(runs)
             try:
                 with self._connections.using(min(len(parts), MAX_STREAMS), deadline) as connections:
@@ -87,9 +87,7 @@ class TcpReader:
         self._gate.close(self._connections.interrupt)
         self._connections.close()
 
-    def _read_parts(
-        self, parts: list[tuple[Connection, slice]], lease_id: str, runs: Runs, deadline: float
-    ) -> None:
+    def _read_parts(self, parts: list[tuple[Connection, slice]], lease_id: str, runs: Runs, deadline: float) -> None:
         for connection, part in parts:
             request = wire.Request(
                 lease_id=lease_id,
@@ -98,6 +96,7 @@ class TcpReader:
                 length=runs.length[part],
             )
             connection.ask(request, deadline)
+        check_destination(runs, self._lens)  # while the holder checks the source
         streams = [
             (
                 connection.sock,
@@ -114,8 +113,11 @@ class TcpReader:
 
 def _divide(runs: Runs) -> list[slice]:
     """Parts of at most MAX_RUNS runs; a long read's are about one stream's share of the bytes. At least one part."""
+    num_bytes = runs.num_bytes
+    num_streams = min(MAX_STREAMS, num_bytes // STREAM_BYTES)
+    if num_streams <= 1 and len(runs) <= wire.MAX_RUNS:
+        return [slice(0, len(runs))]
     ends = np.cumsum(runs.length)
-    num_streams = min(MAX_STREAMS, max(1, runs.num_bytes // STREAM_BYTES))
-    shares = ends.searchsorted([runs.num_bytes * i // num_streams for i in range(1, num_streams)])
+    shares = ends.searchsorted([num_bytes * i // num_streams for i in range(1, num_streams)])
     cuts = sorted({0, len(runs), *shares.tolist(), *range(0, len(runs), wire.MAX_RUNS)})
-    return [slice(start, end) for start, end in zip(cuts, cuts[1:], strict=False)] or [slice(0, 0)]
+    return [slice(start, end) for start, end in pairwise(cuts)]

@@ -4,8 +4,8 @@ The kernel takes pieces as an array of (address, bytes). numpy writes that array
 so that a piece costs what the kernel takes for it and nothing in Python, and no byte is copied here. Addresses are
 trusted: runs must have been checked to lie inside their buffers.
 
-A receiver asks to be woken when WAKE_BYTES have come, not at each packet. Waking is work of the sender's side where
-both share a host: measured there, 6.5 GB/s against 5.4, with half the receiver's processor time.
+A receiver asks to be woken when much has come, not at each packet. Waking is work of the sender's side where both share
+a host: measured there, 6.5 GB/s against 5.4, with half the receiver's processor time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from transfer.planes.base import Int64Array
 
 SEND_BYTES = 1 * 2**20  # per call: a socket that is sending handles no acknowledgements until the call ends
 TAKE_BYTES = 4 * 2**20  # most bytes per receiving call
-WAKE_BYTES = 1 * 2**20
+MOST_WAKE_BYTES = 1 * 2**20
+LEAST_WAKE_BYTES = 256 * 2**10
+WAKE_SHARE = 4  # wakes at one part in so many of what is left, so that little is left to do when the last byte comes
 MAX_PIECES = 1024  # the kernel's limit per call (UIO_MAXIOV)
 
 _MAX_POLL_MS = 2**31 - 1
@@ -34,6 +36,9 @@ _MAX_POLL_MS = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL during a call
 for _call in (_libc.sendmsg, _libc.recvmsg):
     _call.argtypes, _call.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int), ctypes.c_ssize_t
+
+
+Addresses = npt.NDArray[np.uint64]
 
 
 class _Message(ctypes.Structure):
@@ -51,20 +56,20 @@ class _Message(ctypes.Structure):
 
 
 class Pieces:
-    """Pieces of memory in the order in which their bytes travel; `num_bytes` in all. Pieces of no bytes are left out."""
+    """Pieces of memory in the order in which their bytes travel, `num_bytes` in all; those of no bytes are left out."""
 
-    def __init__(self, addresses: npt.NDArray[np.uint64], lengths: Int64Array) -> None:
+    def __init__(self, addresses: Addresses, lengths: Int64Array) -> None:
         filled = lengths > 0
         self._pieces = np.stack((addresses[filled], lengths[filled].astype(np.uint64)), axis=1)  # [n, 2]
         self._ends = np.cumsum(lengths[filled])
         self.num_bytes = int(self._ends[-1]) if len(self._ends) else 0
 
     @classmethod
-    def of_runs(cls, ptrs: npt.NDArray[np.uint64], buffer: Int64Array, offset: Int64Array, length: Int64Array) -> Pieces:
+    def of_runs(cls, ptrs: Addresses, buffer: Int64Array, offset: Int64Array, length: Int64Array) -> Pieces:
         """`ptrs` are the buffers' addresses."""
         return cls(ptrs[buffer] + offset.astype(np.uint64), length)
 
-    def batch(self, start: int, most_bytes: int) -> npt.NDArray[np.uint64]:
+    def batch(self, start: int, most_bytes: int) -> Addresses:
         """[n, 2] of address and bytes: what lies from byte `start` on, at most `most_bytes` and one call's pieces."""
         first = int(self._ends.searchsorted(start, "right"))
         last = min(int(self._ends.searchsorted(start + most_bytes)), first + MAX_PIECES - 1, len(self._ends) - 1)
@@ -106,7 +111,8 @@ class _Filling:
 
     def wait_for_more(self) -> None:
         """The socket counts as readable when so much has come; what is left of the transfer suffices at its end."""
-        wake_bytes = max(1, min(WAKE_BYTES, self._pieces.num_bytes - self._start))
+        left = self._pieces.num_bytes - self._start
+        wake_bytes = max(1, min(left, MOST_WAKE_BYTES, max(LEAST_WAKE_BYTES, left // WAKE_SHARE)))
         if wake_bytes != self._wake_bytes:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
             self._wake_bytes = wake_bytes
@@ -145,7 +151,7 @@ def receive(streams: Sequence[tuple[socket.socket, Pieces]], deadline: float) ->
                 del waiting[fd]
 
 
-def _move(call: Callable[[int, int, int], int], sock: socket.socket, batch: npt.NDArray[np.uint64], flags: int) -> int:
+def _move(call: Callable[[int, int, int], int], sock: socket.socket, batch: Addresses, flags: int) -> int:
     message = _Message(pieces=batch.ctypes.data, num_pieces=len(batch))
     while True:
         num_bytes = call(sock.fileno(), ctypes.addressof(message), flags)
