@@ -9,7 +9,6 @@ count of 32-bit words, so that bytes from a wrong place show.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import msgpack
 import numpy as np
 
 from benchmarks.transfer_cells import ATTN_TYPE, MODELS, ByteArray, layout
+from benchmarks.transfer_peer import map_file
 from kv_cache.cache_storage import SharedStorage, align_up
 from transfer.guard import ReadGuard
 from transfer.layout import EngineLayout
@@ -126,16 +126,6 @@ class Holder:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-
-
-def map_file(path: str, *, writable: bool) -> ByteArray:
-    """The whole file, mapped shared; gone with the array."""
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-    try:
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, access), np.uint8)
-    finally:
-        os.close(fd)
 
 
 if __name__ == "__main__":

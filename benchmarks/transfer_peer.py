@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from importlib.metadata import version
 from typing import Any
 
@@ -28,6 +29,8 @@ import numpy as np
 
 MAX_PIECES = 64  # of one Mooncake call; its queue refuses tens of thousands
 PR_SET_PDEATHSIG = 1
+HUGE_PAGE = 2 * 2**20
+MAP_FIXED = 0x10
 
 
 class Nixl:
@@ -104,9 +107,30 @@ class Mooncake:
 
 
 def map_file(path: str, *, writable: bool) -> np.ndarray:
-    fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+    """The whole file, shared, as long as the array lives; in huge pages where the kernel has them for shared memory.
+
+    For these the address has to be a multiple of their size, so it is found within a larger reservation.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    libc.munmap.argtypes, libc.madvise.argtypes = (
+        (ctypes.c_void_p, ctypes.c_size_t),
+        (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    )
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    size = os.fstat(fd).st_size
+    reserved = libc.mmap(None, size + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    start = reserved + -reserved % HUGE_PAGE
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, access), np.uint8)
+    found = libc.mmap(start, size, access, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    os.close(fd)
+    if found != start:
+        raise OSError(ctypes.get_errno(), f"{path} cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    libc.madvise(start, size, mmap.MADV_HUGEPAGE)
+    memory = (ctypes.c_ubyte * size).from_address(start)
+    weakref.finalize(memory, libc.munmap, reserved, size + HUGE_PAGE).atexit = False
+    return np.frombuffer(memory, np.uint8)
 
 
 def read(system: Nixl | Mooncake, holder: dict[str, Any], base: int, answers: Any) -> None:

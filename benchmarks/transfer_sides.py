@@ -27,7 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.transfer_cells import ByteArray, Cell, flat
-from benchmarks.transfer_holder import LEASE, Cache, Holder, map_file
+from benchmarks.transfer_holder import LEASE, Cache, Holder
+from benchmarks.transfer_peer import map_file
 from transfer.planes.base import Int64Array, PlaneReader
 
 TIMEOUT_S = 60.0
