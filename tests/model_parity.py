@@ -47,7 +47,7 @@ def save_random(
     config: PreTrainedConfig, directory: Path, *, seed: int = 0, shards: int = 1, dtype: str = "float32"
 ) -> Path:
     """Write a model of `config`, with an `initializer_range` of some 0.3, to `directory` and return that."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for name, tensor in model.state_dict().items():

@@ -59,7 +59,7 @@ def make_tiny_llama(
         bos_token_id=1,
         eos_token_id=2,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         for name, parameter in model.named_parameters():

@@ -37,7 +37,8 @@ class NpuDevice:
 
     def free_bytes(self) -> int:
         free, _ = self._npu.mem_get_info(self.torch_device)
-        return int(free)
+        kept = self._npu.memory_reserved(self.torch_device) - self._npu.memory_allocated(self.torch_device)
+        return int(free + kept)  # torch keeps what was given back to it
 
     def allocate_cache(self, num_bytes: int, *, is_mapped: bool) -> CacheStorage:
         try:
@@ -73,7 +74,7 @@ def _load_torch_npu() -> ModuleType:
             f"device 'npu' needs a package that is not installed ({error.name}); it belongs into an environment of its "
             "own, because torch does not start beside it without CANN: pip install 'pd-service[npu]'"
         ) from error
-    except (ImportError, OSError) as error:  # a library that torch_npu was linked against
+    except Exception as error:  # ImportError for a library that is not there, and bare ones for variables not set
         raise ConfigError(
             f"device 'npu': torch_npu cannot be loaded ({error}); it needs Ascend's CANN toolkit, of the version that "
             "its release notes name: install it, then `source /usr/local/Ascend/ascend-toolkit/set_env.sh`"

@@ -7,17 +7,11 @@ every call of it is checked against its documented limits.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from pd_service.ops import npu
 from tests.npu.references import REFERENCES
-
-SCHEMAS = {
-    line.partition("(")[0].removeprefix("npu::"): line.partition("\t")[0]
-    for line in (Path(__file__).parent / "schemas.tsv").read_text().splitlines()
-}
+from tests.npu.schemas import SCHEMAS as SCHEMAS
 
 
 def _define() -> torch.library.Library:
