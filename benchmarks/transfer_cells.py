@@ -1,7 +1,8 @@
 """What the transfer benchmark moves: the caches of two models, and the byte runs of prompts between two of them.
 
-Both engines hold twice as many tokens as the longest prompt. Contiguous tables are in order on both sides; scattered
-ones are drawn from the whole cache on each. All systems move the same runs, given as offsets into one region.
+Both engines hold half as many tokens again as the longest prompt, and a block. Contiguous tables are in order on both
+sides; scattered ones are drawn from the whole cache on each. All systems move the same runs, given as offsets into one
+region.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def layout(model: Model, block_size: int, num_tokens: int) -> EngineLayout:
         for name, heads, dim in model.caches
     )
     return EngineLayout(version=LAYOUT_VERSION, model=model.name, buffers=buffers)
+
+
+def cache_tokens(longest_prompt: int, block_size: int) -> int:
+    """How many tokens an engine's cache has room for, the null block included; a whole number of blocks."""
+    return block_size * (-(-3 * longest_prompt // (2 * block_size)) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ class Holder:
             raise RuntimeError(f"the holder ended with exit code {self._process.wait()}")
         self.hello = Hello(**msgpack.unpackb(bytes.fromhex(line.decode())))
         self.starts = np.array(self.hello.starts, np.int64)
-        self.region = map_file(self.hello.memory, writable=False)
+        self.region = map_file(self.hello.memory, writable=False, huge=True)
 
     def close(self) -> None:
         try:

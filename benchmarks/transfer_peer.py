@@ -1,15 +1,16 @@
 """Byte runs moved by NIXL or Mooncake, for `benchmarks.transfer`: run by the Python of an environment that has them.
 
 Imports nothing of this project. The only argument is JSON: `system` ("nixl", "mooncake"), `role` ("hold", "read"),
-`memory` (path of a file to map as a whole), and for the reader `holder`, the holder's first line. The first line on
-stdout, unasked, is `{"version", "base", "endpoint"}`; `base` is the address the file is mapped at. A holder then serves
-until its standard input ends. A reader answers each line: `{"runs": path}` loads an array [3, runs] of offsets into the
-holder's file, offsets into its own, and lengths in bytes; `{"copy": true}` moves them once and tells `seconds`.
+`memory` (path of a file to map as a whole), `tuned` (see below), and for the reader `holder`, the holder's first line.
+The first line on stdout, unasked, is `{"version", "base", "endpoint"}`; `base` is the address the file is mapped at. A
+holder then serves until its standard input ends. A reader answers each line: `{"runs": path}` loads an array [3, runs]
+of offsets into the holder's file, offsets into its own, and lengths in bytes; `{"copy": true}` moves them once and
+tells `seconds`.
 
-What suits each peer best is not on the clock: memory is registered as one region, and the descriptors of the runs are
-made beforehand. The clock runs over making the request from prepared descriptors, posting it, and waiting for its end.
-NIXL waits by asking without pause, as its users do; `progress_thread` says whether its reader has one besides. The
-holder always has: over sockets nothing would answer without it.
+Memory is registered as one region and the descriptors of the runs are made beforehand; the clock runs over making the
+request from prepared descriptors, posting it, and waiting for its end, which NIXL's users do by asking without pause.
+A tuned peer maps its memory in huge pages, and NIXL's reader has no progress thread besides the one that asks. (Its
+holder always has one: over sockets nothing would answer without it.)
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Nixl:
     def __init__(self, options: dict[str, Any], base: int, size: int) -> None:
         from nixl_cu12 import nixl_agent, nixl_agent_config
 
-        has_thread = options["role"] == "hold" or options["progress_thread"]
+        has_thread = options["role"] == "hold" or not options["tuned"]
         config = nixl_agent_config(enable_prog_thread=has_thread, backends=["UCX"])
         self._agent = nixl_agent(f"{options['role']} {os.getpid()}", config)
         self._agent.register_memory([(base, size, 0, "")], "DRAM")
@@ -106,8 +107,8 @@ class Mooncake:
                 raise RuntimeError(f"Mooncake answered {status}")
 
 
-def map_file(path: str, *, writable: bool) -> np.ndarray:
-    """The whole file, shared, as long as the array lives; in huge pages where the kernel has them for shared memory.
+def map_file(path: str, *, writable: bool, huge: bool) -> np.ndarray:
+    """The whole file, shared, as long as the array lives; if wished in huge pages, where the kernel has them.
 
     For these the address has to be a multiple of their size, so it is found within a larger reservation.
     """
@@ -127,7 +128,7 @@ def map_file(path: str, *, writable: bool) -> np.ndarray:
     os.close(fd)
     if found != start:
         raise OSError(ctypes.get_errno(), f"{path} cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    libc.madvise(start, size, mmap.MADV_HUGEPAGE)
+    libc.madvise(start, size, mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     memory = (ctypes.c_ubyte * size).from_address(start)
     weakref.finalize(memory, libc.munmap, reserved, size + HUGE_PAGE).atexit = False
     return np.frombuffer(memory, np.uint8)
@@ -153,7 +154,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever the libraries print must not stand among the answers
     options = json.loads(sys.argv[1])
-    memory = map_file(options["memory"], writable=options["role"] == "read")
+    memory = map_file(options["memory"], writable=options["role"] == "read", huge=options["tuned"])
     base = memory.ctypes.data
     system = {"nixl": Nixl, "mooncake": Mooncake}[options["system"]](options, base, len(memory))
     hello = {"version": version(system.version_of), "base": base, "endpoint": system.endpoint()}

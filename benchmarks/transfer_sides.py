@@ -114,34 +114,50 @@ class RawStream:
         self._sock.close()
 
 
-class PeerCache:
-    """What all peers read into, one after the other: as large as the holder's region, and cut like it."""
+class PeerMemory:
+    """What peers read, and what they read into, one after the other; sizes and places are the holder's.
 
-    def __init__(self, holder: Holder) -> None:
-        self._fd = os.memfd_create("benchmark-peer", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, len(holder.region))
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.region = map_file(self.path, writable=True)
-        self.region.fill(1)
-        self.starts = holder.starts
+    Ordinary memory by itself, as a tensor of torch has it. For tuned peers the source is the holder's own memory, and
+    the destination lies in huge pages.
+    """
+
+    def __init__(self, holder: Holder, *, tuned: bool) -> None:
+        self._fds: list[int] = []
+        size = len(holder.region)
+        self.tuned, self.starts = tuned, holder.starts
+        self.dest_path, self.dest = self._make(size)
+        self.dest.fill(1)
+        if tuned:
+            self.source_path = holder.hello.memory
+        else:
+            self.source_path, source = self._make(size)
+            source[:] = holder.region
 
     def close(self) -> None:
-        os.close(self._fd)
+        for fd in self._fds:
+            os.close(fd)
+
+    def _make(self, size: int) -> tuple[str, ByteArray]:
+        fd = os.memfd_create("benchmark-peer", os.MFD_CLOEXEC)
+        self._fds.append(fd)
+        os.ftruncate(fd, size)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        return path, map_file(path, writable=True, huge=self.tuned)
 
 
 class Peer:
     """NIXL or Mooncake, see `transfer_peer.py`: two processes of another Python. `folder` is for the runs' arrays."""
 
-    def __init__(self, python: str, options: Mapping[str, object], env: Mapping[str, str], holder: Holder,
-                 cache: PeerCache, folder: Path) -> None:  # fmt: skip
-        self._runs, self._src_starts = folder / "runs.npy", holder.starts
-        self.dest: ByteArray | None = cache.region
-        self.dest_starts = cache.starts
+    def __init__(self, python: str, system: str, env: Mapping[str, str], memory: PeerMemory, folder: Path) -> None:
+        self._runs, self._src_starts = folder / "runs.npy", memory.starts
+        self.dest: ByteArray | None = memory.dest
+        self.dest_starts = memory.starts
         self._processes: list[_PeerProcess] = []
         try:
-            for role, memory in (("hold", holder.hello.memory), ("read", cache.path)):
+            for role, path in (("hold", memory.source_path), ("read", memory.dest_path)):
                 told = {"holder": self._processes[0].hello} if role == "read" else {}
-                self._processes.append(_PeerProcess(python, {**options, **told, "role": role, "memory": memory}, env))
+                options = {"system": system, "tuned": memory.tuned, "role": role, "memory": path, **told}
+                self._processes.append(_PeerProcess(python, options, env))
         except BaseException:
             self.close()
             raise

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import transfer
-from benchmarks.transfer_cells import MODELS, TABLES, Cell, cells, erase, first_wrong, flat, layout
+from benchmarks.transfer_cells import MODELS, TABLES, Cell, cache_tokens, cells, erase, first_wrong, flat, layout
 from transfer.plan import plan_read
 
 PROMPT = 128
@@ -24,6 +24,15 @@ def test_every_cell_moves_all_bytes_of_its_prompt(model: str, block_size: int) -
     made = cells_of(model, block_size)
     assert [cell.tables for cell in made] == list(TABLES)
     assert {cell.runs.num_bytes for cell in made} == {PROMPT * BYTES_PER_TOKEN[model]}
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100, 128, 1000])
+@pytest.mark.parametrize("prompt", [1, 128, 1000])
+def test_a_cache_has_room_for_more_than_the_longest_prompt(prompt: int, block_size: int) -> None:
+    num_tokens = cache_tokens(prompt, block_size)
+    assert num_tokens % block_size == 0
+    assert num_tokens - block_size >= 1.5 * prompt
+    assert {c.num_tokens for c in cells(layout(MODELS["mla"], block_size, num_tokens), [prompt])} == {prompt}
 
 
 def test_contiguous_tables_have_a_run_per_buffer_and_scattered_ones_many() -> None:
@@ -82,8 +91,7 @@ def test_shared_memory_is_held_to_an_aim_for_scattered_blocks_of_128_tokens_only
     ("arguments", "problem"),
     [
         (["--prompts", "0"], "--prompts must be at least 1, given 0"),
-        (["--prompts", "128", "--block-sizes", "100"], "given 100"),
-        (["--prompts", "64", "--block-sizes", "128"], "given 128"),
+        (["--block-sizes", "16", "-1"], "--block-sizes must be at least 1, given -1"),
         (["--systems", "NIXL"], "NIXL need --peer-python"),
     ],
 )
