@@ -136,14 +136,14 @@ class HolderEnd:
 
 
 class ReaderEnd:
-    def __init__(self, planes: Sequence[Plane]) -> None:
+    def __init__(self, planes: Sequence[Plane], timeout_s: float = NEVER_S) -> None:
         self.region = Region(SEED_OF_READERS, LENS)
         self.reader = Reader(
             incarnation=uuid.uuid4().hex[:12],
             layout=LAYOUT,
             planes=planes,
             buffers=self.region.buffers,
-            pull_timeout_s=NEVER_S,
+            pull_timeout_s=timeout_s,
         )
 
     async def pull(self, ticket: Ticket, index: int = 0) -> PullStats:
@@ -177,8 +177,8 @@ class ReaderEnd:
 
 
 @asynccontextmanager
-async def reader_end(plane: str | HalfwayPlane) -> AsyncIterator[ReaderEnd]:
-    end = ReaderEnd([make_plane(plane, host="127.0.0.1") if isinstance(plane, str) else plane])
+async def reader_end(plane: str | HalfwayPlane, timeout_s: float = NEVER_S) -> AsyncIterator[ReaderEnd]:
+    end = ReaderEnd([make_plane(plane, host="127.0.0.1") if isinstance(plane, str) else plane], timeout_s)
     try:
         yield end
     finally:
