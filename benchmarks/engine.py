@@ -131,9 +131,8 @@ def measure_scheduler(engine: ExecutionEngine, num_requests: int, num_steps: int
 
     def run(rows: Sequence[InputRow]) -> list[StepResult]:
         start = time.perf_counter()
-        make_batch(
-            rows, [row.token_ids for row in rows], [row.first for row in rows], engine.config.settings.block_size
-        )
+        tokens, firsts = [row.token_ids for row in rows], [row.first for row in rows]
+        make_batch(rows, tokens, firsts, engine.config.settings.block_size, torch.device("cpu"))
         arrays_s.append(time.perf_counter() - start)
         return [StepResult((SampledToken(7),) if row.sampling is not None else (), (), ()) for row in rows]
 

@@ -19,6 +19,10 @@ class Held(NamedTuple):
     threads: int
     tasks: int
 
+    def covers(self, later: Held) -> bool:
+        """Nothing has become more; what others had left behind may be gone by now."""
+        return all(now <= before for now, before in zip(later, self, strict=True))
+
 
 def held_by_this_process() -> Held:
     """To be called in the loop whose tasks are counted."""

@@ -33,8 +33,9 @@ def request(name: str, token_ids: tuple[int, ...], ticket: Ticket | None = None)
 async def prefill(cluster: LocalCluster) -> tuple[int, Ticket]:
     """The first token behind HELD, and the ticket for HELD."""
     (engine,) = cluster.directory.ready("prefill")
-    (event,) = [event async for event in engine.run(request("p", HELD), None)]
+    early, event = [event async for event in engine.run(request("p", HELD), None)]
     assert event.finish is FinishReason.PREFILLED
+    assert early.ticket == event.ticket
     assert event.ticket is not None
     return event.token_ids[0], event.ticket
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgpack
@@ -113,18 +115,19 @@ def test_a_frame_of_any_announced_length_takes_no_memory_before_its_bytes_come()
     """More connections than would fit into memory announce the longest request and send nothing more."""
     source = Region(1)
     server = TcpServer(HOST, source.buffers, Open())
-    socks = []
-    for _ in range(60):
-        sock = socket.create_connection((HOST, server.endpoint["port"]))
-        sock.sendall(HELLO + struct.pack("<I", wire.MAX_REQUEST_BYTES))
-        assert sock.recv(2 * len(OK), socket.MSG_WAITALL) == OK + OK
-        socks.append(sock)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    assert resident < 60 * wire.MAX_REQUEST_BYTES
-    for sock in socks:
-        sock.close()
-    server.close()
-    source.close()
+    before = resident_bytes()
+    with ExitStack() as ends:
+        ends.callback(source.close)
+        ends.callback(server.close)
+        for _ in range(60):
+            sock = ends.enter_context(socket.create_connection((HOST, server.endpoint["port"])))
+            sock.sendall(HELLO + struct.pack("<I", wire.MAX_REQUEST_BYTES))
+            assert sock.recv(2 * len(OK), socket.MSG_WAITALL) == OK + OK
+        assert resident_bytes() - before < 60 * wire.MAX_REQUEST_BYTES / 4
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def refuse_connection(*_: object, **__: object) -> None:

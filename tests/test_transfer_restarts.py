@@ -81,7 +81,7 @@ def test_twenty_lives_of_an_engine_under_load_leave_nothing_and_no_wrong_answer(
             await live(SETTLED)
             held, tables = held_by_this_process(), tables_of(cluster)
             await live(LIVES - SETTLED)
-            await until(lambda: held_by_this_process() == held, f"the process holds {held} again")
+            await until(lambda: held.covers(held_by_this_process()), f"the process holds {held} at most")
             assert tables_of(cluster) == tables
             assert num_right >= LIVES
 
@@ -124,7 +124,7 @@ def test_twenty_killed_holders_leave_nothing_with_their_reader() -> None:
                     await fill_pool(mapping.reader)
                     await fill_pool(asking.reader)
                     before = held_by_this_process()
-            await until(lambda: held_by_this_process() == before, f"the process holds {before} again")
+            await until(lambda: before.covers(held_by_this_process()), f"the process holds {before} at most")
 
     run_async(scenario())
 
@@ -140,6 +140,6 @@ def test_twenty_killed_readers_leave_nothing_with_their_holder() -> None:
                 if life == SETTLED:
                     before = held_by_this_process()
             assert len(holder.released) == LIVES
-            await until(lambda: held_by_this_process() == before, f"the process holds {before} again")
+            await until(lambda: before.covers(held_by_this_process()), f"the process holds {before} at most")
 
     run_async(scenario())
