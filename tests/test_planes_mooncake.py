@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from plane_memory import Open, Region, apply, random_runs, runs_of
-from plane_suite import TIMEOUT_S, WAIT_S, Pair
+from plane_suite import TIMEOUT_S, WAIT_S, Pair, read_and_compare
 
 from transfer.planes import mooncake
 from transfer.planes.base import PlaneError, PlaneUnavailable
@@ -107,8 +107,20 @@ def test_a_failed_call_is_told_when_its_engine_is_gone(library: Library) -> None
             pair.reader.read("lease", random_runs(1, 10), TIMEOUT_S)
         gc.collect()
         assert library.num_engines == 1  # the server's
+        with pytest.raises(PlaneError, match="answered -1"):
+            pair.reader.read("lease", random_runs(1, 10), TIMEOUT_S)
         library.answers.clear()
-        with pytest.raises(PlaneError, match="the reader was closed"):
+        read_and_compare(pair.reader, pair.source, pair.dest, random_runs(1, 50))
+
+
+def test_after_a_failure_the_next_read_asks_for_the_mark_again(library: Library) -> None:
+    with Pair(PLANE) as pair:
+        library.answers["batch_transfer_sync_read"] = -1
+        with pytest.raises(PlaneError):
+            pair.reader.read("lease", random_runs(1, 10), TIMEOUT_S)
+        library.answers.clear()
+        ctypes.memset(pair.server.endpoint["mark_ptr"][0], 0, 16)  # type: ignore[index]
+        with pytest.raises(PlaneError, match="another process answers"):
             pair.reader.read("lease", random_runs(1, 10), TIMEOUT_S)
 
 

@@ -9,10 +9,10 @@ What the library cannot offer is left to the confirm, and to the network it runs
 - A call cannot be interrupted. One to a dead holder fails at once; one to a holder that hangs ends after `STALL_S`
   without progress, so that a read may end that much after its deadline, and `close` may wait as long.
 - A call that failed may leave transfers that still write into the reader's memory. So its engine is taken apart before
-  the failure is told: afterwards nothing is written, and the reader is no use any more.
+  the failure is told, and the next read starts another one.
 - Taking an engine apart lasts up to a second, in which the library keeps Python's lock.
 
-The reader learns whom it reached by reading the holder's mark, random bytes that its endpoint names.
+A reader learns whom it reached by reading the holder's mark, random bytes that its endpoint names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -110,14 +112,13 @@ class MooncakePlane:
         ptrs, lens, mark_ptr = (_numbers(endpoint, name) for name in ("ptrs", "lens", "mark_ptr"))
         if len(ptrs) != len(lens) or len(mark_ptr) != 1:
             raise PlaneUnavailable("the endpoint's addresses and lengths of buffers do not fit together")
-        reader = MooncakeReader(self._host, session, Buffers(ptrs=ptrs, lens=lens), buffers)
+        holder = _Holder(session, mark, mark_ptr[0], Buffers(ptrs=ptrs, lens=lens))
+        reader = MooncakeReader(self._host, holder, buffers)
         try:
-            found = reader.read_mark(mark_ptr[0])
+            reader.probe()
         except PlaneError as error:
-            raise PlaneUnavailable(f"the holder cannot be reached: {error}") from error
-        if found != mark:
             reader.close()
-            raise PlaneUnavailable(f"another process answers at {session}")
+            raise PlaneUnavailable(f"the holder cannot be reached: {error}") from error
         return reader
 
 
@@ -152,22 +153,68 @@ class MooncakeServer:
         self._engine = None  # its end waits for its threads
 
 
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """The holder as its endpoint describes it."""
+
+    session: str
+    mark: bytes
+    mark_ptr: int
+    buffers: Buffers
+
+
+class _Line:
+    """One engine that reads from one holder, until a call of it fails."""
+
+    def __init__(self, host: str, holder: _Holder, buffers: Buffers) -> None:
+        """Raises PlaneError unless the holder answers with its mark; the engine is then gone."""
+        self._session = holder.session
+        self.gate = Gate("the engine that another read failed on")
+        self._mark = ctypes.create_string_buffer(MARK_BYTES)
+        mark_ptr = ctypes.addressof(self._mark)
+        self._engine: _Engine | None = _start_engine(host, (*buffers.ptrs, mark_ptr), (*buffers.lens, MARK_BYTES))
+        with self.using():
+            self.read([mark_ptr], [holder.mark_ptr], [MARK_BYTES])
+        if self._mark.raw != holder.mark:
+            self.close()
+            raise PlaneError(f"another process answers at {holder.session}")
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """What is told of a failed call is told when no byte of it can arrive any more."""
+        try:
+            with self.gate.passing():
+                yield
+        except _CallFailed:
+            self.close()
+            raise
+
+    def read(self, dst: Sequence[int], src: Sequence[int], length: Sequence[int]) -> None:
+        """One call, between addresses. Raises PlaneError."""
+        self.gate.check()
+        assert self._engine is not None  # it is dropped when the gate is closed and nobody is inside
+        if status := self._engine.batch_transfer_sync_read(self._session, dst, src, length):
+            raise _CallFailed(f"Mooncake's transfer engine answered {status} to a read from {self._session}")
+
+    def close(self) -> None:
+        self.gate.close()
+        self._engine = None  # its end waits for its threads
+
+
 class MooncakeReader:
     """Reads from one holder, by an engine of its own: the end of one pair does not touch another."""
 
-    def __init__(self, host: str, session: str, theirs: Buffers, ours: Buffers) -> None:
-        self._session, self._theirs, self._ours = session, theirs, ours
-        self._src, self._dst = (np.array(side.ptrs, np.int64) for side in (theirs, ours))
+    def __init__(self, host: str, holder: _Holder, buffers: Buffers) -> None:
+        self._host, self._holder, self._buffers = host, holder, buffers
+        self._src, self._dst = (np.array(side.ptrs, np.int64) for side in (holder.buffers, buffers))
         self._gate = Gate("the reader")
-        self._mark = ctypes.create_string_buffer(MARK_BYTES)
-        ptrs, lens = (*ours.ptrs, ctypes.addressof(self._mark)), (*ours.lens, MARK_BYTES)
-        self._engine: _Engine | None = _start_engine(host, ptrs, lens)
+        self._lock = threading.Lock()
+        self._line: _Line | None = None
 
-    def read_mark(self, address: int) -> bytes:
-        """Raises PlaneError when nobody answers, or nothing may be read there; the reader is then closed."""
-        with self._failing_closed():
-            self._call([ctypes.addressof(self._mark)], [address], [MARK_BYTES])
-        return self._mark.raw
+    def probe(self) -> None:
+        """Raises PlaneError unless the holder can be read from."""
+        with self._gate.passing():
+            self._open_line()
 
     def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -177,27 +224,29 @@ class MooncakeReader:
             if time.monotonic() >= deadline:
                 raise PlaneError(f"the read of {runs.num_bytes} bytes did not end within {timeout_s} s")
 
-        with self._failing_closed():
-            check_source(runs, self._theirs.lens)
-            check_destination(runs, self._ours.lens)
-            for dst, src, length in self._calls(runs):
-                check()
-                self._call(dst, src, length)
+        with self._gate.passing():
+            check_source(runs, self._holder.buffers.lens)
+            check_destination(runs, self._buffers.lens)
+            check()
+            line = self._open_line()
+            with line.using():
+                for dst, src, length in self._calls(runs):
+                    check()
+                    line.read(dst, src, length)
             check()
 
     def close(self) -> None:
         self._gate.close()
-        self._engine = None  # its end waits for its threads
+        with self._lock:
+            if self._line is not None:
+                self._line.close()
 
-    @contextmanager
-    def _failing_closed(self) -> Iterator[None]:
-        """What is told of a failed call is told when no byte of it can arrive any more."""
-        try:
-            with self._gate.passing():
-                yield
-        except _CallFailed:
-            self.close()
-            raise
+    def _open_line(self) -> _Line:
+        """The present one, or another one after a failure."""
+        with self._lock:
+            if self._line is None or self._line.gate.closed:
+                self._line = _Line(self._host, self._holder, self._buffers)
+            return self._line
 
     def _calls(self, runs: Runs) -> Iterator[tuple[list[int], list[int], list[int]]]:
         """Destinations, sources and lengths of each call. Runs must have been checked."""
@@ -210,8 +259,3 @@ class MooncakeReader:
         for first in range(0, len(run), MAX_PIECES):
             part = slice(first, first + MAX_PIECES)
             yield dst[part].tolist(), src[part].tolist(), length[part].tolist()
-
-    def _call(self, dst: Sequence[int], src: Sequence[int], length: Sequence[int]) -> None:
-        assert self._engine is not None  # it is dropped when the gate is closed
-        if status := self._engine.batch_transfer_sync_read(self._session, dst, src, length):
-            raise _CallFailed(f"Mooncake's transfer engine answered {status} to a read from {self._session}")
