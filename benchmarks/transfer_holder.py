@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,9 @@ class Cache:
     def __init__(self, shape: EngineLayout) -> None:
         lens = [b.num_bytes for b in shape.buffers]
         self.storage = SharedStorage(sum(map(align_up, lens)))
+        for thread in threading.enumerate():
+            if thread.name == "commit":  # pages are made huge meanwhile, which would disturb what is measured
+                thread.join()
         self._pieces = [self.storage.allocate(n) for n in lens]
         for piece in self._pieces:
             piece.fill_(1)

@@ -1,44 +1,38 @@
 """Data plane between two processes of one host: the reader maps the holder's cache read-only and copies once.
 
-The holder's buffers lie in one anonymous shared file. The reader reaches it through /proc/<pid>/fd/<fd>, which the
-kernel allows to the same user in the same pid namespace, and checks that it is the very file the holder described
-(device, inode, size) and that it cannot shrink, which would kill a process that reads it. The file has no name and
-leaves nothing behind.
+The holder's buffers lie in one anonymous shared file. Whoever presents the token of the handshake at the holder's door
+(`shm_server`) gets a descriptor of it that can be read alone, whatever user or container of the host it belongs to. The
+reader checks that it is the very file the holder described (device, inode, size) and that it cannot shrink, which would
+kill a process that reads it. The file has no name and leaves nothing behind.
 
-A read touches the holder neither by a message nor by a thread, so the guard is not asked: the reader sees the whole
-cache, cannot write to it, and the confirmation after the read is what protects. After each read the reader looks
-whether the file is still open over there; a holder that died or closed meanwhile makes the read fail.
+A read touches the holder neither by a message nor by a thread, so the guard is not asked: a reader that was let in sees
+the whole cache, cannot write to it, and the confirmation after the read is what protects. The connection to the door
+stays open as the sign of life. After each read the reader looks at it; a holder that died or closed meanwhile makes the
+read fail.
 
-Page tables are filled as pages are read, which doubles the time of a page's first read. Filling them at `connect` was
-measured at 70 ms per GiB, and would make the holder's untouched cache real memory.
+Page tables are filled as pages are read: one fault per 2 MiB where the holder's memory lies in huge pages.
 """
 
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
+import socket
 import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from transfer.planes.base import (
-    Buffers,
-    Guard,
-    PlaneError,
-    PlaneUnavailable,
-    Runs,
-    endpoint_field,
-)
+from transfer.planes.base import Buffers, Guard, PlaneError, PlaneUnavailable, Runs, endpoint_field
 from transfer.planes.copying import RunCopier
 from transfer.planes.gate import Gate
+from transfer.planes.mapping import ReadOnlyMapping
+from transfer.planes.shm_server import MAX_ANSWER_BYTES, OPEN, ShmServer, address_of
 
+CONNECT_S = 5.0  # for any one step of getting in
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_PID_NAMESPACE = Path("/proc/self/ns/pid")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
 
 def _host() -> str:
@@ -46,8 +40,9 @@ def _host() -> str:
     return _BOOT_ID.read_text().strip()
 
 
-def _pid_namespace() -> int:
-    return _PID_NAMESPACE.stat().st_ino
+def _network_namespace() -> int:
+    """Where the abstract sockets of this process are known."""
+    return _NETWORK_NAMESPACE.stat().st_ino
 
 
 class ShmPlane:
@@ -61,52 +56,50 @@ class ShmPlane:
             if offset < 0 or offset + size > buffers.shared.num_bytes:
                 raise PlaneUnavailable(f"a buffer of {size} bytes at offset {offset} lies outside the shared memory")
         try:
-            return ShmServer(buffers, _host(), _pid_namespace())
+            return ShmServer(buffers, guard, {"host": _host(), "network_namespace": _network_namespace()})
         except OSError as error:
             raise PlaneUnavailable(f"shared memory cannot be served: {error}") from error
 
     def connect(self, endpoint: Mapping[str, object], token: bytes, buffers: Buffers) -> ShmReader:
         if endpoint_field(endpoint, "host", str) != _host():
             raise PlaneUnavailable("the holder runs on another host")
-        if endpoint_field(endpoint, "pid_namespace", int) != _pid_namespace():
-            raise PlaneUnavailable("the holder runs in another pid namespace")
-        return ShmReader(_SharedFile.of(endpoint), buffers)
+        if endpoint_field(endpoint, "network_namespace", int) != _network_namespace():
+            raise PlaneUnavailable("the holder runs in another network namespace of this host")
+        file = _SharedFile.of(endpoint)
+        connection, fd = _enter(endpoint_field(endpoint, "door", str), token)
+        try:
+            return ShmReader(file, file.map(fd), connection, buffers)
+        except PlaneUnavailable:
+            connection.close()
+            raise
+        finally:
+            os.close(fd)
 
 
-class ShmServer:
-    """Holds a descriptor of its own to the shared file, so that closing shows on the other side."""
-
-    def __init__(self, buffers: Buffers, host: str, pid_namespace: int) -> None:
-        assert buffers.shared is not None
-        self._fd: int | None = os.dup(buffers.shared.fd)
-        status = os.fstat(self._fd)
-        self._endpoint: dict[str, object] = {
-            "host": host,
-            "pid_namespace": pid_namespace,
-            "pid": os.getpid(),
-            "fd": self._fd,
-            "device": status.st_dev,
-            "inode": status.st_ino,
-            "num_bytes": status.st_size,
-            "offsets": [ptr - buffers.shared.base_ptr for ptr in buffers.ptrs],
-            "lens": list(buffers.lens),
-        }
-
-    @property
-    def endpoint(self) -> Mapping[str, object]:
-        return self._endpoint
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+def _enter(door: str, token: bytes) -> tuple[socket.socket, int]:
+    """The connection and the descriptor that came over it. Raises PlaneUnavailable with the holder's reason."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(CONNECT_S)
+    try:
+        connection.connect(address_of(door))
+        connection.send(token)
+        answer, fds, *_ = socket.recv_fds(connection, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: no name of a socket
+        connection.close()
+        raise PlaneUnavailable(f"the holder's door does not open: {error}") from error
+    connection.setblocking(False)
+    if answer == OPEN and fds:
+        return connection, fds[0]
+    connection.close()
+    for fd in fds:
+        os.close(fd)
+    raise PlaneUnavailable(answer.decode(errors="replace") or "the holder closed the connection")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedFile:
     """The holder's file as its endpoint describes it."""
 
-    path: str
     identity: tuple[int, int]  # device, inode
     num_bytes: int
     offsets: list[int]
@@ -114,40 +107,26 @@ class _SharedFile:
 
     @classmethod
     def of(cls, endpoint: Mapping[str, object]) -> _SharedFile:
-        pid, fd = (endpoint_field(endpoint, name, int) for name in ("pid", "fd"))
         offsets, lens = (_sizes(endpoint, name) for name in ("offsets", "lens"))
         num_bytes = endpoint_field(endpoint, "num_bytes", int)
         if len(offsets) != len(lens) or any(o + n > num_bytes for o, n in zip(offsets, lens, strict=True)):
             raise PlaneUnavailable(f"the endpoint's buffers do not lie in its file of {num_bytes} bytes")
         identity = (endpoint_field(endpoint, "device", int), endpoint_field(endpoint, "inode", int))
-        path = f"/proc/{pid}/fd/{fd}"
-        return cls(path=path, identity=identity, num_bytes=num_bytes, offsets=offsets, lens=lens)
+        return cls(identity=identity, num_bytes=num_bytes, offsets=offsets, lens=lens)
 
-    def map(self) -> mmap.mmap:
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise PlaneUnavailable(f"the holder's shared memory cannot be opened: {error}") from error
+    def map(self, fd: int) -> ReadOnlyMapping:
+        """Raises PlaneUnavailable unless `fd` is this file and safe to read."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != self.identity:
-                raise PlaneUnavailable(f"{self.path} is not the file the holder described; it was replaced")
+                raise PlaneUnavailable("what the holder handed out is not the file it described")
             if status.st_size != self.num_bytes or not self.num_bytes:
-                raise PlaneUnavailable(f"{self.path} has {status.st_size} bytes, the holder said {self.num_bytes}")
+                raise PlaneUnavailable(f"the file has {status.st_size} bytes, the holder said {self.num_bytes}")
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise PlaneUnavailable(f"{self.path} is not sealed against shrinking")
-            return mmap.mmap(fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError, OverflowError) as error:
+                raise PlaneUnavailable("the holder's file is not sealed against shrinking")
+            return ReadOnlyMapping(fd, self.num_bytes)
+        except OSError as error:
             raise PlaneUnavailable(f"the holder's shared memory cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-
-    def is_open(self) -> bool:
-        try:
-            status = os.stat(self.path)
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self.identity
 
 
 def _sizes(endpoint: Mapping[str, object], name: str) -> list[int]:
@@ -158,13 +137,15 @@ def _sizes(endpoint: Mapping[str, object], name: str) -> list[int]:
 
 
 class ShmReader:
-    def __init__(self, file: _SharedFile, buffers: Buffers) -> None:
-        self._file = file
+    """Owns the mapping and the connection to the holder's door."""
+
+    def __init__(
+        self, file: _SharedFile, mapping: ReadOnlyMapping, connection: socket.socket, buffers: Buffers
+    ) -> None:
+        self._mapping, self._connection = mapping, connection
         self._gate = Gate("the reader")
-        self._mapping = file.map()
-        # The numpy view is only a way to learn the address; while it lives the mapping could not be closed.
-        base = np.frombuffer(self._mapping, np.uint8).ctypes.data
-        self._copier = RunCopier([base + offset for offset in file.offsets], file.lens, buffers.ptrs, buffers.lens)
+        ptrs = [mapping.address + offset for offset in file.offsets]
+        self._copier = RunCopier(ptrs, file.lens, buffers.ptrs, buffers.lens)
 
     def read(self, lease_id: str, runs: Runs, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -177,9 +158,20 @@ class ShmReader:
         with self._gate.passing():
             self._copier.copy(runs, check)
             check()
-            if not self._file.is_open():
+            if not self._is_held():
                 raise PlaneError("the holder died or closed its shared memory during the read")
+
+    def _is_held(self) -> bool:
+        """The holder says nothing after it opened; there is something to receive only when the connection ended."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def close(self) -> None:
         self._gate.close()
         self._mapping.close()
+        self._connection.close()
