@@ -29,7 +29,6 @@ CANNOT = {
     ("memory", "other processes"): "it joins buffers of one process",
     ("memory", "token"): "both sides are one process, which has no secrets from itself",
     ("memory", "lease"): "the reader copies without the holder; the confirm protects",
-    ("shm", "token"): "whoever may open the holder's descriptors may map its cache",
     ("shm", "lease"): "the reader copies without the holder; the confirm protects",
     ("mooncake", "token"): "its library has none; whoever reaches the port may read",
     ("mooncake", "lease"): "its library asks nobody, it knows registered memory alone; the confirm protects",
