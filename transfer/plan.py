@@ -30,7 +30,7 @@ import numpy as np
 
 from transfer.layout import BufferLayout, EngineLayout
 from transfer.pairing import Tile, pair
-from transfer.planes.base import Int64Array, Runs
+from transfer.planes.base import Int64Array, Pattern, PatternRuns, Runs
 
 NULL_BLOCK = 0
 BlockTables = Mapping[str, Sequence[int]]
@@ -176,7 +176,7 @@ class ReadPlanner:
         for first in first_token.values() if isinstance(first_token, Mapping) else (first_token,):
             if not 0 <= first <= num_tokens <= resume:
                 raise ValueError(f"tokens [{first}, {num_tokens}) before token {resume} are not a range")
-        parts: dict[int, list[tuple[Int64Array, _Pieces]]] = {rank: [] for rank in self.source_ranks}
+        parts: dict[int, list[Pattern]] = {rank: [] for rank in self.source_ranks}
         for cut, by_rank in self._pairs.items():
             first_of_type = first_token.get(cut.attn_type) if isinstance(first_token, Mapping) else first_token
             if first_of_type is None:
@@ -184,8 +184,11 @@ class ReadPlanner:
             tokens = _Range(first_of_type, num_tokens, resume)
             pieces = _cut_tokens(cut, source_tables, dest_tables, tokens)
             for rank, pairs in by_rank.items():
-                parts[rank].append((pairs, pieces))
-        return ReadPlan(runs={rank: _spread(found) for rank, found in parts.items()})
+                pattern = Pattern(
+                    pairs=pairs, src_offset=pieces.src, dst_offset=pieces.dst, length=pieces.length
+                )  # fmt: skip
+                parts[rank].append(pattern)
+        return ReadPlan(runs={rank: PatternRuns.of(found) for rank, found in parts.items()})
 
 
 class OneRankPlanner:
@@ -206,7 +209,7 @@ class OneRankPlanner:
     ) -> Runs:
         """As `ReadPlanner.plan`, of the only rank."""
         plan = self._planner.plan(source_tables, dest_tables, first_token, num_tokens, resume_token)
-        return plan.runs.get(0, _spread([]))
+        return plan.runs.get(0, PatternRuns.of([]))
 
 
 def plan_read(
@@ -288,18 +291,3 @@ def _merge(src: Int64Array, dst: Int64Array, length: Int64Array) -> _Pieces:
     adjoins = (src[1:] == src[:-1] + length[:-1]) & (dst[1:] == dst[:-1] + length[:-1])
     starts = np.flatnonzero(np.concatenate(([True], ~adjoins)))
     return _Pieces(src[starts], dst[starts], np.add.reduceat(length, starts))
-
-
-def _spread(parts: list[tuple[Int64Array, _Pieces]]) -> Runs:
-    """The pieces of each part for each of its pairs of buffers, one pair after the other."""
-
-    def joined(arrays: list[Int64Array]) -> Int64Array:
-        return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
-
-    return Runs(
-        src_buffer=joined([np.repeat(pairs[:, 0], len(pieces.length)) for pairs, pieces in parts]),
-        src_offset=joined([np.tile(pieces.src, len(pairs)) for pairs, pieces in parts]),
-        dst_buffer=joined([np.repeat(pairs[:, 1], len(pieces.length)) for pairs, pieces in parts]),
-        dst_offset=joined([np.tile(pieces.dst, len(pairs)) for pairs, pieces in parts]),
-        length=joined([np.tile(pieces.length, len(pairs)) for pairs, pieces in parts]),
-    )

@@ -74,6 +74,39 @@ class Runs:
         return int(self.length.sum())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """Runs that repeat in several pairs of buffers."""
+
+    pairs: Int64Array  # [pairs, 2]: source buffer, destination buffer
+    src_offset: Int64Array  # [runs], like the other two
+    dst_offset: Int64Array
+    length: Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternRuns(Runs):
+    """Runs whose patterns are known, so that nobody has to find them again."""
+
+    patterns: tuple[Pattern, ...]
+
+    @classmethod
+    def of(cls, patterns: Sequence[Pattern]) -> PatternRuns:
+        """The runs of each pattern for each of its pairs of buffers, one pair after the other."""
+
+        def joined(arrays: list[Int64Array]) -> Int64Array:
+            return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
+
+        return cls(
+            src_buffer=joined([np.repeat(p.pairs[:, 0], len(p.length)) for p in patterns]),
+            src_offset=joined([np.tile(p.src_offset, len(p.pairs)) for p in patterns]),
+            dst_buffer=joined([np.repeat(p.pairs[:, 1], len(p.length)) for p in patterns]),
+            dst_offset=joined([np.tile(p.dst_offset, len(p.pairs)) for p in patterns]),
+            length=joined([np.tile(p.length, len(p.pairs)) for p in patterns]),
+            patterns=tuple(p for p in patterns if len(p.length)),
+        )
+
+
 def outside(buffer: Int64Array, offset: Int64Array, length: Int64Array, lens: Sequence[int] | Int64Array) -> str | None:
     """The first run that does not lie inside its buffer, in words; None when all do. `lens` is bytes per buffer.
 

@@ -8,7 +8,8 @@ equal distances on both sides is copied by one call, as rows of rows:
     buffer 2   ..[run]..[run]......          ...[run].[run].....
 
 so that scattered blocks of 12 KiB cost one interpreter round (and one fight for the lock) per one or two blocks instead
-of one per block and buffer. Nothing here loops over runs but where they follow no pattern.
+of one per block and buffer. A copy of few bytes is short beside what Python needs to find its way, so as little as can
+be is done for each read: plans tell their patterns, and which buffers lie at equal distances is found once.
 """
 
 from __future__ import annotations
@@ -17,18 +18,45 @@ import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from transfer.planes.base import Int64Array, Runs, check_destination, check_source
+from transfer.planes.base import Int64Array, Pattern, PatternRuns, Runs, check_destination, check_source
 
 STEP_BYTES = 16 * 2**20  # most bytes between two looks at deadline and closing: a few milliseconds
-_Steps = tuple[int, int]  # bytes from buffer to buffer, and from run to run
+_MOST_KEPT = 256  # lists of pairs whose series are remembered; the plans of one peer have a handful
 
 # numpy moves a row of these by one memmove; of single bytes by a loop of its own, at half the speed from the L2 cache.
 _ITEM_BYTES = 64
 _ITEMS = {width: np.dtype((np.void, width)) for width in (1, 2, 4, 8, 16, 32, 64)}
+
+
+class _Outside(Exception):
+    """Some run does not lie inside its buffers."""
+
+
+class _Series(NamedTuple):
+    """`num` pairs of buffers of equal sizes at equal distances, in bytes; `src` and `dst` are the first addresses."""
+
+    src: int
+    dst: int
+    src_step: int
+    dst_step: int
+    src_len: int
+    dst_len: int
+    num: int
+
+
+class _Copy(NamedTuple):
+    """[buffers, runs, bytes] from `src` to `dst`, with the distances of buffers and of runs on each side."""
+
+    src: int
+    dst: int
+    shape: tuple[int, int, int]
+    src_steps: tuple[int, int]
+    dst_steps: tuple[int, int]
 
 
 class Span:
@@ -39,7 +67,7 @@ class Span:
         end = max((ptr + size for ptr, size in zip(ptrs, lens, strict=True)), default=0)
         self._memory = memoryview((ctypes.c_ubyte * (end - self._start)).from_address(self._start))
 
-    def rows(self, address: int, shape: tuple[int, int, int], steps: _Steps) -> np.ndarray:
+    def rows(self, address: int, shape: tuple[int, int, int], steps: tuple[int, int]) -> np.ndarray:
         """[buffers, runs, bytes], the last in items. numpy refuses, with ValueError, what lies outside the span."""
         buffers, runs, length = shape
         width = math.gcd(length, _ITEM_BYTES)
@@ -49,50 +77,33 @@ class Span:
 
 
 class RunCopier:
-    """Copies between buffers at fixed addresses; lengths of buffers in bytes."""
+    """Copies between buffers at fixed addresses; lengths of buffers in bytes. Safe to use from several threads."""
 
     def __init__(self, src_ptrs: Sequence[int], src_lens: Sequence[int], dst_ptrs: Sequence[int],
                  dst_lens: Sequence[int]) -> None:  # fmt: skip
         self._src_ptrs, self._dst_ptrs = np.array(src_ptrs, np.int64), np.array(dst_ptrs, np.int64)
         self._src_lens, self._dst_lens = np.array(src_lens, np.int64), np.array(dst_lens, np.int64)
         self._src, self._dst = Span(src_ptrs, src_lens), Span(dst_ptrs, dst_lens)
+        self._series: dict[bytes, list[_Series]] = {}
 
     def copy(self, runs: Runs, check: Callable[[], None]) -> None:
         """Calls `check` before each step; what it raises ends the copy.
 
         Raises PlaneError, and has copied nothing, when a run does not lie inside its buffers.
         """
-        check_source(runs, self._src_lens)
-        check_destination(runs, self._dst_lens)
-        for starts, num in _equal_parts(runs):
-            part, shape = slice(starts[0], starts[-1] + num), (len(starts), num)
-            src_offset, dst_offset, length = (
-                column[part].reshape(shape) for column in (runs.src_offset, runs.dst_offset, runs.length)
-            )
-            differs = (src_offset[1:] != src_offset[:-1]) | (dst_offset[1:] != dst_offset[:-1])
-            differs |= length[1:] != length[:-1]
-            src, dst = self._src_ptrs[runs.src_buffer[starts]], self._dst_ptrs[runs.dst_buffer[starts]]
-            for first, end in _stretches(differs.any(axis=1), src, dst):
-                at = src[first:end], dst[first:end]
-                self._copy_pattern(*at, src_offset[first], dst_offset[first], length[first], check)
+        patterns = runs.patterns if isinstance(runs, PatternRuns) else _patterns(runs)
+        try:
+            copies = [c for p in patterns for series in self._series_of(p.pairs) for c in _copies(p, series)]
+        except _Outside:
+            check_source(runs, self._src_lens)
+            check_destination(runs, self._dst_lens)
+            raise
+        for one in copies:
+            self._copy(one, check)
 
-    def _copy_pattern(self, src: Int64Array, dst: Int64Array, src_offset: Int64Array, dst_offset: Int64Array,
-                      length: Int64Array, check: Callable[[], None]) -> None:  # fmt: skip
-        """The runs of the pattern in every buffer; `src` and `dst` are the buffers' addresses, at equal distances."""
-        src_start, src_step, dst_start, dst_step = int(src[0]), _step(src), int(dst[0]), _step(dst)
-        for first, end in _stretches(length[1:] != length[:-1], src_offset, dst_offset):
-            from_, to = src_offset[first:end], dst_offset[first:end]
-            self._copy_rows(
-                (src_start + int(from_[0]), dst_start + int(to[0])),
-                (len(src), end - first, int(length[first])),
-                ((src_step, _step(from_)), (dst_step, _step(to))),
-                check,
-            )
-
-    def _copy_rows(self, at: tuple[int, int], shape: tuple[int, int, int], steps: tuple[_Steps, _Steps],
-                   check: Callable[[], None]) -> None:  # fmt: skip
-        """[buffers, runs, bytes], cut so that no step is longer than STEP_BYTES."""
-        (src, dst), (buffers, runs, length), (src_steps, dst_steps) = at, shape, steps
+    def _copy(self, c: _Copy, check: Callable[[], None]) -> None:
+        """Cut so that no step is longer than STEP_BYTES."""
+        buffers, runs, length = c.shape
         width = min(length, STEP_BYTES)
         most_runs = max(1, min(runs, STEP_BYTES // max(1, width)))
         most_buffers = max(1, STEP_BYTES // max(1, most_runs * width))
@@ -101,9 +112,86 @@ class RunCopier:
                 for first in range(0, length, STEP_BYTES):
                     check()
                     piece = min(most_buffers, buffers - b), min(most_runs, runs - r), min(width, length - first)
-                    source = self._src.rows(src + b * src_steps[0] + r * src_steps[1] + first, piece, src_steps)
-                    dest = self._dst.rows(dst + b * dst_steps[0] + r * dst_steps[1] + first, piece, dst_steps)
-                    dest[...] = source
+                    src = c.src + b * c.src_steps[0] + r * c.src_steps[1] + first
+                    dst = c.dst + b * c.dst_steps[0] + r * c.dst_steps[1] + first
+                    self._dst.rows(dst, piece, c.dst_steps)[...] = self._src.rows(src, piece, c.src_steps)
+
+    def _series_of(self, pairs: Int64Array) -> list[_Series]:
+        key = pairs.tobytes()
+        series = self._series.get(key)
+        if series is None:
+            if len(self._series) >= _MOST_KEPT:
+                self._series.clear()
+            series = self._series[key] = list(self._find_series(pairs))
+        return series
+
+    def _find_series(self, pairs: Int64Array) -> Iterator[_Series]:
+        if not ((pairs >= 0) & (pairs < (len(self._src_ptrs), len(self._dst_ptrs)))).all():
+            raise _Outside
+        src, dst = self._src_ptrs[pairs[:, 0]], self._dst_ptrs[pairs[:, 1]]
+        src_len, dst_len = self._src_lens[pairs[:, 0]], self._dst_lens[pairs[:, 1]]
+        differs = (src_len[1:] != src_len[:-1]) | (dst_len[1:] != dst_len[:-1])
+        for first, end in _stretches(differs, src, dst):
+            yield _Series(
+                src=int(src[first]),
+                dst=int(dst[first]),
+                src_step=_distance(src[first:end]),
+                dst_step=_distance(dst[first:end]),
+                src_len=int(src_len[first]),
+                dst_len=int(dst_len[first]),
+                num=end - first,
+            )
+
+
+def _distance(places: Int64Array) -> int:
+    return int(places[1] - places[0]) if len(places) > 1 else 0
+
+
+def _copies(pattern: Pattern, s: _Series) -> Iterator[_Copy]:
+    """The runs of the pattern in all buffers of the series. Raises _Outside unless all lie in them."""
+    length = pattern.length.tolist()
+    src_offset, dst_offset = pattern.src_offset.tolist(), pattern.dst_offset.tolist()
+    differs = pattern.length[1:] != pattern.length[:-1]
+    for first, end in _stretches(differs, pattern.src_offset, pattern.dst_offset):
+        num = length[first]
+        if num < 0:
+            raise _Outside
+        src_step = _step_inside(src_offset, first, end, s.src_len - num)
+        dst_step = _step_inside(dst_offset, first, end, s.dst_len - num)
+        yield _Copy(
+            s.src + src_offset[first],
+            s.dst + dst_offset[first],
+            (s.num, end - first, num),
+            (s.src_step, src_step),
+            (s.dst_step, dst_step),
+        )
+
+
+def _step_inside(offset: list[int], first: int, end: int, most: int) -> int:
+    """The step of equally distant offsets. Raises _Outside unless all lie in [0, most]."""
+    start, last = offset[first], offset[end - 1]
+    step = offset[first + 1] - start if end - first > 1 else 0
+    # Distances were compared as int64, where some may have wrapped; here they do not.
+    if not (0 <= start <= most and 0 <= last <= most and start + (end - first - 1) * step == last):
+        raise _Outside
+    return step
+
+
+def _patterns(runs: Runs) -> Iterator[Pattern]:
+    """Consecutive pairs of buffers with equal runs, and these."""
+    for starts, num in _equal_parts(runs):
+        part, shape = slice(starts[0], starts[-1] + num), (len(starts), num)
+        src_offset, dst_offset, length = (
+            column[part].reshape(shape) for column in (runs.src_offset, runs.dst_offset, runs.length)
+        )
+        differs = (src_offset[1:] != src_offset[:-1]) | (dst_offset[1:] != dst_offset[:-1])
+        differs |= length[1:] != length[:-1]
+        pairs = np.stack((runs.src_buffer[starts], runs.dst_buffer[starts]), axis=1)
+        cuts = [0, *(differs.any(axis=1).nonzero()[0] + 1).tolist(), len(starts)]
+        for first, end in itertools.pairwise(cuts):
+            yield Pattern(
+                pairs=pairs[first:end], src_offset=src_offset[first], dst_offset=dst_offset[first], length=length[first]
+            )
 
 
 def _equal_parts(runs: Runs) -> Iterator[tuple[Int64Array, int]]:
@@ -137,7 +225,3 @@ def _stretches(differs: npt.NDArray[np.bool_], src: Int64Array, dst: Int64Array)
             yield first, i + 1
             first = i + 1
     yield first, len(src)
-
-
-def _step(places: Int64Array) -> int:
-    return int(places[1] - places[0]) if len(places) > 1 else 0
