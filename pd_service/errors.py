@@ -20,6 +20,7 @@ once, at the edge where they appear, with `from`.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import ClassVar
 
 
@@ -99,12 +100,38 @@ class EngineFailed(RetryableError):
     """The engine failed while it worked on this request."""
 
 
+class TransferFailure(Enum):
+    """Why the KV of a ticket cannot be used."""
+
+    LEASE_EXPIRED = "lease_expired"  # the holder took its blocks back, in time or by a word that got lost
+    WITHDRAWN = "withdrawn"  # the holder's request ended, or its gateway gave the ticket back
+    PEER_LOST = "peer_lost"  # the holder, or the channel to it, died or cannot be reached
+    LAYOUT_REFUSED = "layout_refused"  # the handshake found that the two cannot talk
+    PLANE_REFUSED = "plane_refused"  # the holder's guard did not allow the read
+    PLANE_FAILED = "plane_failed"  # the data plane broke for another reason
+    TIMEOUT = "timeout"
+    DIGEST = "digest"  # bytes arrived that are not the holder's
+    WRONG_TOKENS = "wrong_tokens"  # the ticket is for other tokens than the request
+    CANCELLED = "cancelled"  # the request ended before its pull, or the engine stops
+    OTHER = "other"
+
+
 class TransferFailed(RetryableError):
     """The KV cache of a ticket did not arrive, or arrived too late to be trusted."""
 
+    def __init__(self, message: str, reason: TransferFailure = TransferFailure.OTHER) -> None:
+        super().__init__(message)
+        self.reason = reason
 
-def from_code(code: str, message: str) -> PdError:
-    """The error an engine named on the wire; an unknown name (a newer engine) becomes `EngineFailed`."""
+
+def from_code(code: str, message: str, reason: str = "") -> PdError:
+    """The error an engine named on the wire; an unknown name (a newer engine) becomes `EngineFailed`.
+
+    `reason` is that of a TransferFailed, and OTHER if it is unknown here.
+    """
+    if code == TransferFailed.__name__:
+        known_reasons = {one.value: one for one in TransferFailure}
+        return TransferFailed(message, known_reasons.get(reason, TransferFailure.OTHER))
     known: dict[str, type[PdError]] = {c.__name__: c for c in _tree(PdError)}
     return known.get(code, EngineFailed)(message)
 

@@ -12,7 +12,7 @@ from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pd_service.errors import PdError
+from pd_service.errors import PdError, TransferFailure
 
 _LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -48,6 +48,12 @@ class GatewayMetrics:
         self._retries = Counter(
             "pd_retries_total", "Times a request went round again, by reason.", ["reason"], registry=self.registry
         )
+        self._transfer_failures = Counter(
+            "pd_transfer_failures_total", "Hand-overs that failed, by reason.", ["reason"], registry=self.registry
+        )
+        self._scrape_failures = Counter(
+            "pd_engine_scrape_failures_total", "Engines that did not answer a scrape.", registry=self.registry
+        )
         self._routing_decisions = Counter(
             "pd_routing_decisions_total", "Choices of the router.", ["choice", "reason"], registry=self.registry
         )
@@ -74,6 +80,8 @@ class GatewayMetrics:
         self._prompt_tokens = self._tokens.labels("prompt")
         for outcome in Outcome:
             self._requests.labels(outcome.value)  # shown as 0 before the first one
+        for reason in TransferFailure:
+            self._transfer_failures.labels(reason.value)
 
     def count_outcome(self, outcome: Outcome) -> None:
         self._requests.labels(outcome.value).inc()
@@ -96,6 +104,13 @@ class GatewayMetrics:
     def count_retry(self, reason: str) -> None:
         """`reason` is the name of the error class that sent a request round again."""
         self._retries.labels(reason).inc()
+
+    def count_transfer_failure(self, reason: TransferFailure) -> None:
+        """A decode engine did not get the KV of a ticket."""
+        self._transfer_failures.labels(reason.value).inc()
+
+    def count_scrape_failures(self, num_engines: int) -> None:
+        self._scrape_failures.inc(num_engines)
 
     def count_routing_decision(self, choice: str, reason: str) -> None:
         """`choice` and `reason` come from small fixed sets; they never hold names of engines or requests."""

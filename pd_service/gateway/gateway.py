@@ -24,6 +24,7 @@ from pd_service.gateway.grpc_door import SERVICE_NAME, GenerationServicer, add_s
 from pd_service.gateway.http_door import make_app
 from pd_service.gateway.intake import Intake
 from pd_service.gateway.recent import RecentRequests
+from pd_service.gateway.scrape import ServiceScrape
 from pd_service.gateway.story import RequestStory
 from pd_service.gateway.tokenizer import Tokenizer
 from pd_service.metrics import GatewayMetrics
@@ -87,7 +88,7 @@ class Gateway:
         admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._admin, self._recent), self._doors.grpc_server)
         self._health = await add_standard_services(self._doors.grpc_server, [SERVICE_NAME, admin_door.SERVICE_NAME])
         await self._doors.grpc_server.start()
-        app = make_app(self.generation, self.unready_reason)
+        app = make_app(self.generation, self.unready_reason, ServiceScrape(self.metrics, self.directory.members))
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
         self._http_server = _Uvicorn(config)
         self._serving = asyncio.create_task(self._http_server.serve(sockets=[self._doors.http_socket]))

@@ -39,6 +39,7 @@ _CODES: dict[type[PdError], str] = {
 }
 
 Readiness = Callable[[], str | None]
+Scrape = Callable[[], Awaitable[bytes]]
 
 
 class BodyTooLarge(InvalidRequest):
@@ -47,8 +48,11 @@ class BodyTooLarge(InvalidRequest):
     http_code = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
-def make_app(generation: Generation, readiness: Readiness) -> FastAPI:
-    """The application. `readiness` says why the service cannot answer now, or None when it can."""
+def make_app(generation: Generation, readiness: Readiness, scrape: Scrape | None = None) -> FastAPI:
+    """The application. `readiness` says why the service cannot answer now, or None when it can.
+
+    `scrape` renders the metrics; None: those of this gateway alone.
+    """
     app = FastAPI(title="pd-service", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(PdError, _pd_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -56,7 +60,7 @@ def make_app(generation: Generation, readiness: Readiness) -> FastAPI:
     app.add_exception_handler(Exception, _unforeseen)
     _add_generating_routes(app, generation)
     _add_model_routes(app, generation.intake.model_name)
-    _add_operating_routes(app, generation, readiness)
+    _add_operating_routes(app, generation, readiness, scrape)
     return app
 
 
@@ -84,7 +88,9 @@ def _add_model_routes(app: FastAPI, model_name: str) -> None:
         return model
 
 
-def _add_operating_routes(app: FastAPI, generation: Generation, readiness: Readiness) -> None:
+def _add_operating_routes(
+    app: FastAPI, generation: Generation, readiness: Readiness, scrape: Scrape | None
+) -> None:
     @app.get("/health")
     async def health() -> Json:
         reason = readiness()
@@ -94,7 +100,8 @@ def _add_operating_routes(app: FastAPI, generation: Generation, readiness: Readi
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return Response(generation.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = generation.metrics.render() if scrape is None else await scrape()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _answer(
