@@ -86,6 +86,7 @@ class EngineSettings(_Section):
     speculative: SpeculativeSettings = SpeculativeSettings()
     lease_s: Annotated[float, Field(gt=0)] = 10.0  # a ticket's life without renewal
     pull_timeout_s: Annotated[float, Field(gt=0)] = 30.0  # from a pull's start to its end
+    digest_sample_rate: Annotated[float, Field(ge=0, le=1)] = 0.01  # of what a pull brings, compared with the holder's
     planes: Annotated[tuple[PlaneName, ...], Field(min_length=1)] = ("memory", "shm", "tcp")  # best first
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pd_service.errors import from_code
+from pd_service.errors import PdError, TransferFailed, from_code
 from pd_service.request import (
     EngineRequest,
     EngineSampling,
@@ -134,6 +134,8 @@ def event_to_wire(event: TokenEvent) -> engine_pb2.RequestEvent:
     if event.error is not None:
         message.error.code = type(event.error).__name__
         message.error.message = str(event.error)
+        if isinstance(event.error, TransferFailed):
+            message.error.reason = event.error.reason.value
     if event.times is not None:
         message.times.CopyFrom(engine_pb2.EngineTimes(**{name: getattr(event.times, name) for name in _TIMES_FIELDS}))
     return message
@@ -153,5 +155,9 @@ def event_from_wire(message: engine_pb2.RequestEvent) -> TokenEvent:
             if message.HasField("times")
             else None
         ),
-        error=from_code(message.error.code, message.error.message) if message.HasField("error") else None,
+        error=_error_from_wire(message.error) if message.HasField("error") else None,
     )
+
+
+def _error_from_wire(message: engine_pb2.RequestError) -> PdError:
+    return from_code(message.code, message.message, message.reason)

@@ -25,7 +25,7 @@ from tests.kv_tiles import (
     values_of,
 )
 from transfer import digest
-from transfer.digest import KvDigests, Piece, Sampler, describe_places, differing
+from transfer.digest import KvDigests, Piece, Sampler, describe_places
 from transfer.layout import EngineLayout
 from transfer.plan import ReadPlan, ReadPlanner
 from transfer.planes.base import Buffers
@@ -61,8 +61,8 @@ class Moved:
         found = []
         for rank, pieces in drawn(self.read).items():
             theirs = digests_of(self.read.dest, self.read.rank, self.dest).of(pieces, self.read.dest_tables)
-            ours = digests_of(self.read.source, rank, self.source).of(pieces, self.read.source_tables)
-            found += differing(theirs, ours)
+            holder = digests_of(self.read.source, rank, self.source)
+            found += holder.differing(theirs, self.read.source_tables)
         return found
 
 

@@ -146,6 +146,16 @@ class KvDigests:
         """
         return {piece: zlib.crc32(self._bytes(piece, tables)) for piece in pieces}
 
+    def differing(self, theirs: Digests, tables: BlockTables) -> list[Piece]:
+        """The pieces that are not the same here, or not here at all, in the order of layers and tokens."""
+        return sorted(piece for piece, digest in theirs.items() if not self._is_same(piece, digest, tables))
+
+    def _is_same(self, piece: Piece, digest: int, tables: BlockTables) -> bool:
+        try:
+            return zlib.crc32(self._bytes(piece, tables)) == digest
+        except ValueError:
+            return False
+
     def _bytes(self, piece: Piece, tables: BlockTables) -> memoryview:
         held = self._views.get(piece.key)
         if held is None:
@@ -158,16 +168,11 @@ class KvDigests:
         index, offset = divmod(piece.first_token, b.block_size)
         if piece.num_tokens < 1 or piece.first_token < 0 or offset + piece.num_tokens > b.block_size:
             raise ValueError(f"{piece}: these are not tokens of one block of {b.block_size}")
-        table = tables[b.attn_type]
+        table = tables.get(b.attn_type, ())
         if index >= len(table) or table[index] == NULL_BLOCK:
             raise ValueError(f"{piece}: there is no block for them")
         found = view[table[index], offset : offset + piece.num_tokens, head : head + piece.num_heads]
         return np.ascontiguousarray(found).data  # no copy unless heads come first, or not all are meant
-
-
-def differing(theirs: Digests, ours: Digests) -> list[Piece]:
-    """The pieces of `theirs` that are not the same in `ours`, in the order of layers and tokens."""
-    return sorted(piece for piece, digest in theirs.items() if ours.get(piece) != digest)
 
 
 def describe_places(pieces: Sequence[Piece], most: int = 3) -> str:

@@ -64,6 +64,16 @@ class ReadGuard:
         """
         ids = {attn_type: np.unique(np.asarray(table, np.int64)) for attn_type, table in tables.items()}
         blocks = {attn_type: found[found != NULL_BLOCK] for attn_type, found in ids.items()}
+        self._admit(lease_id, token, blocks)
+
+    def admit_null_blocks(self, lease_id: str, token: bytes) -> None:
+        """Lets the reader see block 0 of every buffer, which never holds data, until it is forgotten.
+
+        For measuring a plane. `lease_id` must be no lease's. Raises ValueError as `admit`.
+        """
+        self._admit(lease_id, token, {attn_type: np.array([NULL_BLOCK], np.int64) for attn_type in self._types})
+
+    def _admit(self, lease_id: str, token: bytes, blocks: _Blocks) -> None:
         with self._lock:
             if token not in self._leases_of:
                 raise ValueError(f"cannot admit a reader that is not registered to lease {lease_id!r}")

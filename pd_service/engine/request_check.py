@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kv_cache import KVCacheManager
 from pd_service.engine.request_state import token_digest
 from pd_service.engine.step import SchedulerLimits
-from pd_service.errors import InvalidRequest, TransferFailed
+from pd_service.errors import InvalidRequest, TransferFailed, TransferFailure
 from pd_service.request import EngineRequest
 
 
@@ -56,6 +56,7 @@ def _check_ticket(request: EngineRequest) -> None:
         return
     length = len(request.token_ids)
     if not length - 1 <= ticket.num_tokens <= length:
-        raise TransferFailed(f"the ticket holds {ticket.num_tokens} tokens, the request needs {length - 1} or {length}")
+        message = f"the ticket holds {ticket.num_tokens} tokens, the request needs {length - 1} or {length}"
+        raise TransferFailed(message, TransferFailure.WRONG_TOKENS)
     if ticket.token_digest != token_digest(request.token_ids[: ticket.num_tokens]):
-        raise TransferFailed("the ticket was made for other tokens than the request's")
+        raise TransferFailed("the ticket was made for other tokens than the request's", TransferFailure.WRONG_TOKENS)

@@ -13,6 +13,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -22,11 +23,14 @@ import msgpack
 from pd_service.channels import Context, beside, write_all
 from pd_service.config import PROTOCOL_VERSION
 from pd_service.engine.messages import Hold
+from pd_service.node.digest_wire import digests_from_wire
 from pd_service.node.handshake import reasons_against_reader
 from pd_service.node.layout_wire import layout_to_wire
+from pd_service.node.transfer_counts import HolderCounts
 from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
+from transfer.digest import KvDigests, Piece, describe_places
 from transfer.guard import ReadGuard
 from transfer.layout import EngineLayout
 from transfer.lease import ENDED, LeaseState, LeaseTable, Pull
@@ -41,6 +45,7 @@ class _Channel:
 
     reader: str
     token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    probe_lease_id: str = field(default_factory=lambda: f"probe-{uuid.uuid4().hex}")
     outbox: asyncio.Queue[pb.HolderMessage | None] = field(default_factory=asyncio.Queue)
 
 
@@ -72,11 +77,14 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self._channels: set[_Channel] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.refused_planes: dict[str, str] = {}
+        self._comparing = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self.counts = HolderCounts()
 
     # ---- data planes
 
     def serve(self, planes: Sequence[Plane], buffers: Buffers) -> None:
         """Offers these planes, best first; one that cannot serve here is left out and its reason kept."""
+        self._kv_digests = KvDigests(self._layout.of_rank(0), buffers)
         for plane in planes:
             try:
                 self._servers[plane.name] = plane.serve(buffers, self._guard)
@@ -163,6 +171,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         """The one place where a lease ends, and where blocks go back that no request owns any more."""
         self._guard.revoke(lease_id)
         held = self._held.pop(lease_id)
+        self.counts.leases_ended[state.value] += 1
         for channel in held.readers:
             message = pb.TicketEnded(lease_id=lease_id, reason=state.value)
             channel.outbox.put_nowait(pb.HolderMessage(ended=message))
@@ -237,11 +246,15 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
                 return self._open(channel, message.open, now)
             case "renew":
                 return self._renew(channel, message.renew, now)
+            case "confirm" if message.confirm.digests:
+                self._compare_and_confirm(channel, message.confirm)
             case "confirm":
-                return self._confirm(channel, message.confirm, now)
+                return self._confirm(channel, message.confirm, ())
             case "drop":
                 pull = Pull(channel, message.drop.pull_id)
                 self._left(message.drop.lease_id, pull, self._leases.drop(message.drop.lease_id, pull, now))
+            case "probe":
+                return self._probe(channel, message.probe)
             case kind:
                 logger.warning("ignored a message of kind %s from reader %s", kind, channel.reader)
         return None
@@ -278,14 +291,49 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
     def _refused(self, lease_id: str, now: float) -> pb.HolderMessage | None:
         """Nothing, if a late message of a pull that is over was refused: others may read under the lease."""
+        self.counts.lease_refusals += 1
         return None if self._leases.is_live(lease_id, now) else _ended(lease_id)
 
-    def _confirm(self, channel: _Channel, asked: pb.ConfirmTicket, now: float) -> pb.HolderMessage:
-        pull = Pull(channel, asked.pull_id)
-        state = self._leases.confirm(asked.lease_id, pull, now)
+    def _compare_and_confirm(self, channel: _Channel, asked: pb.ConfirmTicket) -> None:
+        """Beside this loop, since memory is read: neither this channel's other messages nor other readers wait."""
+        held = self._held.get(asked.lease_id)
+        theirs = digests_from_wire(asked.digests)
+        tables = {} if held is None else held.hold.tables
+        comparing = asyncio.get_running_loop().run_in_executor(self._comparing, self._kv_digests.differing, theirs, tables)
+
+        def compared(done: asyncio.Future[list[Piece]]) -> None:
+            if not done.cancelled():
+                channel.outbox.put_nowait(self._confirm(channel, asked, done.result()))
+
+        comparing.add_done_callback(compared)
+
+    def _confirm(
+        self, channel: _Channel, asked: pb.ConfirmTicket, differing: Sequence[Piece]
+    ) -> pb.HolderMessage:
+        """Yes only if the lease has lived until now. Only then a difference means something: blocks have stayed."""
+        pull, now = Pull(channel, asked.pull_id), monotonic()
+        leave = self._leases.drop if differing else self._leases.confirm
+        state = leave(asked.lease_id, pull, now)
+        if state is None:
+            self.counts.lease_refusals += 1
+            answer = pb.TicketConfirmed(lease_id=asked.lease_id, pull_id=asked.pull_id, valid=False)
+            return pb.HolderMessage(confirmed=answer)
+        self.counts.digests_different += len(differing)
+        self.counts.digests_same += len(asked.digests) - len(differing)
+        places = describe_places(differing)
+        if differing:
+            request_id = self._held[asked.lease_id].hold.request_id
+            logger.error("reader %s has other bytes of request %s: %s", channel.reader, request_id, places)
         self._left(asked.lease_id, pull, state)
-        answer = pb.TicketConfirmed(lease_id=asked.lease_id, pull_id=asked.pull_id, valid=state is not None)
+        answer = pb.TicketConfirmed(
+            lease_id=asked.lease_id, pull_id=asked.pull_id, valid=not differing, differing=places
+        )  # fmt: skip
         return pb.HolderMessage(confirmed=answer)
+
+    def _probe(self, channel: _Channel, asked: pb.ProbeHolder) -> pb.HolderMessage:
+        self._guard.admit_null_blocks(channel.probe_lease_id, channel.token)
+        probed = pb.HolderProbed(number=asked.number, lease_id=channel.probe_lease_id)
+        return pb.HolderMessage(probed=probed)
 
     def _forget(self, channel: _Channel) -> None:
         self._channels.discard(channel)
@@ -303,6 +351,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             channel.outbox.put_nowait(None)
         for lease_id in list(self._held):
             self.release(lease_id)
+        self._comparing.shutdown(cancel_futures=True)  # waits for the milliseconds in which memory is still read
         for server in self._servers.values():
             server.close()
 

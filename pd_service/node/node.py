@@ -26,9 +26,10 @@ from pd_service.channels import Context, beside, server_options, write_all
 from pd_service.config import PROTOCOL_VERSION, EngineConfig, SpeculativeSettings
 from pd_service.engine.execution_engine import EngineLoop, ExecutionEngine
 from pd_service.engine.messages import Cancel, Hold, ReleaseHeld, StepOutput, Submit, Withdrawn
-from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed
+from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, TransferFailure
 from pd_service.models.config import fingerprint
 from pd_service.node.engine_layout import describe_layout
+from pd_service.node.engine_metrics import EngineMetrics
 from pd_service.node.holder import Holder
 from pd_service.node.pulse import Pulse
 from pd_service.node.reader import Reader
@@ -71,6 +72,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         worker = self._engine.worker
         self._layout = describe_layout(worker.cache_info, worker.block_nums, fingerprint(config.model_dir))
         self._load = self._engine.scheduler.load()
+        self._metrics = EngineMetrics(self._status)
         self._sessions: set[_Session] = set()
         self._owners: dict[RequestId, _Session] = {}
         self._deadlines: dict[RequestId, asyncio.TimerHandle] = {}
@@ -93,6 +95,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             planes=planes,
             buffers=buffers,
             pull_timeout_s=self._config.settings.pull_timeout_s,
+            digest_sample_rate=self._config.settings.digest_sample_rate,
+            metrics=self._metrics,
         )
         self._server = grpc.aio.server(options=server_options())
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)
@@ -285,10 +289,19 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         return Pulse(turns=self._engine_loop.turns, is_busy=self._engine_loop.is_busy, held=held)
 
     async def GetStatus(self, request: pb.EngineStatusRequest, context: Context) -> pb.EngineStatus:
+        return self._status()
+
+    async def GetMetrics(self, request: pb.EngineMetricsRequest, context: Context) -> pb.EngineMetrics:
+        return pb.EngineMetrics(exposition=self._metrics.render())
+
+    async def CheckPeer(self, request: pb.CheckPeerRequest, context: Context) -> pb.PeerReport:
+        return await self._reader.examine(request.address, request.incarnation)
+
+    def _status(self) -> pb.EngineStatus:
         kv = self._engine.kv_cache_manager
         usable, free = kv.num_usable_blocks(), kv.num_free_blocks()
         counters = self._engine.scheduler.counters
-        return pb.EngineStatus(
+        status = pb.EngineStatus(
             incarnation=self.incarnation,
             role=self._config.role,
             pid=os.getpid(),
@@ -309,6 +322,9 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             drafted_tokens=counters.drafted_tokens,
             accepted_tokens=counters.accepted_tokens,
         )
+        self._holder.counts.write_to(status)
+        self._reader.counts.write_to(status)
+        return status
 
     def _choices(self) -> list[pb.Choice]:
         config, worker = self._config, self._engine.worker
@@ -335,7 +351,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
 
 def _with_ticket(event: TokenEvent, ticket: Ticket | None) -> TokenEvent:
     if ticket is None:
-        return TokenEvent(event.request_id, error=TransferFailed("the ticket was given back before it was complete"))
+        reason = "the ticket was given back before it was complete"
+        return TokenEvent(event.request_id, error=TransferFailed(reason, TransferFailure.WITHDRAWN))
     return event._replace(ticket=ticket)
 
 

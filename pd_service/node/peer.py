@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from time import monotonic
 from typing import Any, NoReturn
 
 import grpc
@@ -18,15 +19,18 @@ import msgpack
 
 from pd_service.channels import EOF, beside, channel_options, end, write_all
 from pd_service.config import PROTOCOL_VERSION
-from pd_service.errors import TransferFailed
+from pd_service.errors import TransferFailed, TransferFailure
+from pd_service.node.digest_wire import digests_to_wire
 from pd_service.node.handshake import reasons_against_holder
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
 from pd_service.node.opened_ticket import OpenedTicket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
+from transfer.digest import Digests, Sampler
 from transfer.layout import EngineLayout
+from transfer.lease import LeaseState
 from transfer.plan import OneRankPlanner
-from transfer.planes.base import Buffers, Plane, PlaneReader, PlaneUnavailable
+from transfer.planes.base import Buffers, Plane, PlaneError, PlaneReader, PlaneUnavailable, ReadRefused, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ class Peer:
         self.address = address
         self.incarnation = incarnation
         self.planner: OneRankPlanner | None = None
+        self.sampler: Sampler | None = None
+        self._hello: pb.HolderHello | None = None
         self.plane: PlaneReader | None = None
         self.plane_name = ""
         self.plane_reason = ""
@@ -74,27 +80,31 @@ class Peer:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 first = await self._stream.read()
         except (TimeoutError, grpc.aio.AioRpcError) as error:
-            raise TransferFailed(f"no handshake with {self.address}: {error!r}") from error
+            message = f"no handshake with {self.address}: {error!r}"
+            raise TransferFailed(message, TransferFailure.PEER_LOST) from error
         self._plan_from(first, layout)
+        self._hello = first.hello
         await self._choose_plane(first.hello, planes, buffers)
         self.reading = asyncio.create_task(self._read())
 
     def _plan_from(self, first: pb.HolderMessage, layout: EngineLayout) -> None:
         if first is EOF:
-            raise TransferFailed(f"{self.address} ended the handshake without a word")
+            message = f"{self.address} ended the handshake without a word"
+            raise TransferFailed(message, TransferFailure.PEER_LOST)
         if not first.HasField("hello"):
             self._refuse("refuses this reader", list(first.refused.reasons) or ["it gives no reason"])
         reasons = reasons_against_holder(first.hello, self.incarnation, layout)
         if reasons:
             self._refuse("does not fit this reader", reasons)
         try:
-            self.planner = OneRankPlanner(layout_from_wire(first.hello.layout), layout)
+            theirs = layout_from_wire(first.hello.layout)
+            self.planner, self.sampler = OneRankPlanner(theirs, layout), Sampler(theirs, layout)
         except ValueError as error:
             self._refuse("cannot be read by this reader", [str(error)])
 
     def _refuse(self, what: str, reasons: Sequence[str]) -> NoReturn:
         self.refusal = f"{self.address} {what}: {'; '.join(reasons)}"
-        raise TransferFailed(self.refusal)
+        raise TransferFailed(self.refusal, TransferFailure.LAYOUT_REFUSED)
 
     async def _choose_plane(self, hello: pb.HolderHello, planes: Sequence[Plane], buffers: Buffers) -> None:
         offers = {offer.name: offer.endpoint for offer in hello.planes}
@@ -120,6 +130,22 @@ class Peer:
         if self.broken is not None:
             self.plane.close()
 
+    def read(self, lease_id: str, runs: Runs) -> None:
+        """In a thread: moves the bytes. Raises TransferFailed."""
+        assert self.plane is not None
+        deadline = monotonic() + self._timeout_s
+        try:
+            self.plane.read(lease_id, runs, self._timeout_s)
+        except PlaneError as error:
+            raise TransferFailed(str(error), self._kind(error, is_late=monotonic() >= deadline)) from error
+
+    def _kind(self, error: PlaneError, *, is_late: bool) -> TransferFailure:
+        if self.broken is not None:
+            return TransferFailure.PEER_LOST
+        if isinstance(error, ReadRefused):
+            return TransferFailure.PLANE_REFUSED
+        return TransferFailure.TIMEOUT if is_late else TransferFailure.PLANE_FAILED
+
     def _send(self, message: pb.ReaderMessage) -> None:
         self._outbox.put_nowait(message)
 
@@ -134,15 +160,37 @@ class Peer:
             self._drop(lease_id, pull_id)
             raise
 
-    async def confirm(self, opened: OpenedTicket) -> bool:
-        """Ends the pull. False: what was read may not be used. Raises TransferFailed, also if that is known already."""
+    async def confirm(self, opened: OpenedTicket, digests: Digests) -> None:
+        """Ends the pull. Raises TransferFailed when what was read may not be used, also if that is known already."""
         opened.check()
-        message = pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=opened.lease_id, pull_id=opened.pull_id))
+        asked = pb.ConfirmTicket(
+            lease_id=opened.lease_id, pull_id=opened.pull_id, digests=digests_to_wire(digests)
+        )  # fmt: skip
+        question = opened.lease_id, opened.pull_id, "confirmed"
         try:
-            valid: bool = await self._ask((opened.lease_id, opened.pull_id, "confirmed"), message)
-            return valid
+            confirmed: pb.TicketConfirmed = await self._ask(question, pb.ReaderMessage(confirm=asked))
         finally:
             self._opened.pop((opened.lease_id, opened.pull_id), None)
+        if confirmed.differing:
+            text = f"what arrived from {self.address} is not what it has: {confirmed.differing}"
+            raise TransferFailed(text, TransferFailure.DIGEST)
+        if not confirmed.valid:
+            text = "the holder says that the lease ended before the pull did"
+            raise TransferFailed(text, TransferFailure.LEASE_EXPIRED)
+
+    async def probe(self) -> str:
+        """One question and its answer: under what lease the holder's null blocks can be read."""
+        number = next(self._pull_ids)
+        message = pb.ReaderMessage(probe=pb.ProbeHolder(number=number))
+        lease_id: str = await self._ask(("", number, "probed"), message)
+        return lease_id
+
+    def join_again(self, planes: Sequence[Plane], buffers: Buffers) -> PlaneReader:
+        """A second connection over the chosen plane, into other memory. Raises PlaneError; may block."""
+        assert self._hello is not None
+        (plane,) = [plane for plane in planes if plane.name == self.plane_name]
+        (offer,) = [offer for offer in self._hello.planes if offer.name == self.plane_name]
+        return plane.connect(msgpack.unpackb(offer.endpoint), self._hello.access_token, buffers)
 
     def renew(self, opened: OpenedTicket) -> None:
         self._send(pb.ReaderMessage(renew=pb.RenewTicket(lease_id=opened.lease_id, pull_id=opened.pull_id)))
@@ -156,7 +204,7 @@ class Peer:
 
     async def _ask(self, question: _Question, message: pb.ReaderMessage) -> Any:
         if self.broken is not None:
-            raise TransferFailed(self.broken)
+            raise TransferFailed(self.broken, TransferFailure.PEER_LOST)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question] = answer
         self._send(message)
@@ -164,7 +212,8 @@ class Peer:
             async with asyncio.timeout(self._timeout_s):
                 return await answer
         except TimeoutError as error:
-            raise TransferFailed(f"{self.address} did not answer within {self._timeout_s:g} s") from error
+            text = f"{self.address} did not answer within {self._timeout_s:g} s"
+            raise TransferFailed(text, TransferFailure.TIMEOUT) from error
         finally:
             self._answers.pop(question, None)
 
@@ -189,13 +238,15 @@ class Peer:
                     opened.advance(message.progress.ready)
             case "confirmed":
                 confirmed = message.confirmed
-                self._answer((confirmed.lease_id, confirmed.pull_id, "confirmed"), confirmed.valid)
+                self._answer((confirmed.lease_id, confirmed.pull_id, "confirmed"), confirmed)
             case "ended":
-                self._fail(message.ended.lease_id, TransferFailed(f"the lease has ended: {message.ended.reason}"))
+                self._fail(message.ended.lease_id, _ended(message.ended.reason))
+            case "probed":
+                self._answer(("", message.probed.number, "probed"), message.probed.lease_id)
             case kind:
                 logger.warning("ignored a message of kind %s from %s", kind, self.address)
 
-    def _answer(self, question: _Question, result: OpenedTicket | bool) -> bool:
+    def _answer(self, question: _Question, result: OpenedTicket | pb.TicketConfirmed | str) -> bool:
         """False when nobody waits for it any more."""
         answer = self._answers.get(question)
         if answer is None or answer.done():
@@ -216,7 +267,7 @@ class Peer:
 
     def _break(self, reason: str) -> None:
         self.broken = self.broken or reason  # the first is the cause
-        self._fail(None, TransferFailed(self.broken))
+        self._fail(None, TransferFailed(self.broken, TransferFailure.PEER_LOST))
 
     async def close(self) -> None:
         """Ends the channel, and with PlaneError every read over it."""
@@ -226,3 +277,9 @@ class Peer:
         if self.reading is not None:
             await end(self.reading)
         await self._open.aclose()
+
+
+def _ended(reason: str) -> TransferFailed:
+    was_given_back = reason == LeaseState.RELEASED.value
+    kind = TransferFailure.WITHDRAWN if was_given_back else TransferFailure.LEASE_EXPIRED
+    return TransferFailed(f"the lease has ended: {reason}", kind)

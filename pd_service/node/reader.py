@@ -14,18 +14,25 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from pd_service.channels import end
 from pd_service.engine.messages import KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
-from pd_service.errors import TransferFailed
+from pd_service.errors import TransferFailed, TransferFailure
+from pd_service.node.engine_metrics import EngineMetrics
 from pd_service.node.opened_ticket import OpenedTicket, Ready
 from pd_service.node.peer import Peer
+from pd_service.node.peer_probe import examine
+from pd_service.node.transfer_counts import PullCounts
 from pd_service.request import RequestId, Ticket
-from pd_service.rpc.engine_pb2 import Choice
+from pd_service.rpc.engine_pb2 import Choice, PeerReport
+from transfer.digest import Digests, KvDigests
 from transfer.layout import EngineLayout
-from transfer.planes.base import Buffers, Plane, PlaneError
+from transfer.plan import BlockTables
+from transfer.planes.base import Buffers, Plane
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ class Claim:
             self._fail(self.opening.result()[1])
 
     def _fail(self, opened: OpenedTicket) -> None:
-        opened.fail(TransferFailed("the request was cancelled"))
+        opened.fail(TransferFailed("the request was cancelled", TransferFailure.CANCELLED))
 
     def _opened(self, opening: asyncio.Task[tuple[Peer, OpenedTicket]]) -> None:
         if opening.cancelled() or opening.exception() is not None:
@@ -102,6 +109,8 @@ class _Read(NamedTuple):
     plan_s: float
     started_at: float
     ended_at: float
+    digests: Digests = MappingProxyType({})  # of some of the whole pull, with the last read
+    digest_s: float = 0.0
 
     def exposed_s(self, completed_at: float) -> float:
         """The part for which somebody waited: since all was known to be ready."""
@@ -119,6 +128,8 @@ class Reader:
         planes: Sequence[Plane],
         buffers: Buffers,
         pull_timeout_s: float,
+        digest_sample_rate: float,
+        metrics: EngineMetrics,
         max_pulls: int = 4,
     ) -> None:
         self._incarnation = incarnation
@@ -126,6 +137,11 @@ class Reader:
         self._planes = planes
         self._buffers = buffers
         self._pull_timeout_s = pull_timeout_s
+        self._digest_sample_rate = digest_sample_rate
+        self._kv_digests = KvDigests(layout.of_rank(0), buffers)
+        self._random = Random()
+        self._metrics = metrics
+        self.counts = PullCounts()
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
         self._peers: dict[_HolderKey, asyncio.Task[Peer]] = {}
         self._refusals: dict[_HolderKey, _Refusal] = {}
@@ -159,6 +175,14 @@ class Reader:
             for peer in connected
         ]
 
+    async def examine(self, address: str, incarnation: str) -> PeerReport:
+        """Whether this holder can be read from, and how fast; for operators."""
+        try:
+            peer = await self._peer(address, incarnation)
+        except TransferFailed as error:
+            return PeerReport(problem=str(error))
+        return await examine(peer, self._planes, self._layout)
+
     def claim(self, request_id: RequestId, ticket: Ticket) -> None:
         """The request has arrived: open its ticket now, whenever its blocks can be had."""
         self._claims[request_id] = Claim(ticket, self._background(self._open(ticket)))
@@ -178,33 +202,39 @@ class Reader:
 
     async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
-        error: Exception = TransferFailed("the request was cancelled before its pull")
+        error = TransferFailed("the request was cancelled before its pull", TransferFailure.CANCELLED)
         result: KvArrived | KvFailed | None = None
         try:
             if claim is not None:
                 self._pulling[order.request_id] = claim
                 result = await self._pull(order, claim)
-        except (TransferFailed, PlaneError, ValueError) as failure:
+        except TransferFailed as failure:
             error = failure
         except asyncio.CancelledError:
-            error = TransferFailed("the engine is stopping")
+            error = TransferFailed("the engine is stopping", TransferFailure.CANCELLED)
             raise
         finally:
             if claim is not None:
                 del self._pulling[order.request_id]
                 claim.end(dropped=result is None)
             self.num_pulls -= 1
+            self._count(error if result is None else result.stats)
             tell(result or KvFailed(order.request_id, error))
+
+    def _count(self, ended: PullStats | TransferFailed) -> None:
+        self.counts.add(ended)
+        if isinstance(ended, PullStats):
+            self._metrics.observe_pull(ended)
 
     async def _pull(self, order: PullOrder, claim: Claim) -> KvArrived:
         ordered_at = monotonic()
         peer, opened = await asyncio.shield(claim.opening)
         if opened.token_digest != order.ticket.token_digest or opened.num_tokens != order.ticket.num_tokens:
-            raise TransferFailed("the holder has other tokens under this lease than the ticket names")
+            text = "the holder has other tokens under this lease than the ticket names"
+            raise TransferFailed(text, TransferFailure.WRONG_TOKENS)
         next_token, reads = await self._read_all(peer, opened, order)
-        received_at = monotonic()
-        if not await peer.confirm(opened):
-            raise TransferFailed("the holder says that the lease ended before the pull did")
+        received_at = monotonic() - reads[-1].digest_s  # digesting belongs to the confirm
+        await peer.confirm(opened, reads[-1].digests)
         assert opened.completed_at is not None
         completed_at = opened.completed_at
         exposed_s = sum(read.exposed_s(completed_at) for read in reads)
@@ -239,13 +269,27 @@ class Reader:
     def _read(self, peer: Peer, order: PullOrder, ready: Ready, first: Mapping[str, int]) -> _Read:
         """In a thread: plans and reads the tokens from `first`, by attention type, up to those that are ready."""
         assert peer.planner is not None
-        assert peer.plane is not None
         planned_at, num_tokens = monotonic(), order.ticket.num_tokens
         end = num_tokens if ready.next_token is not None else ready.num_tokens
-        runs = peer.planner.plan(ready.tables, order.tables, first, end, num_tokens)
+        try:
+            runs = peer.planner.plan(ready.tables, order.tables, first, end, num_tokens)
+        except ValueError as error:
+            raise TransferFailed(f"what {peer.address} holds cannot be read: {error}") from error
         started_at = monotonic()
-        peer.plane.read(order.ticket.lease_id, runs, self._pull_timeout_s)
-        return _Read(runs.num_bytes, len(runs), started_at - planned_at, started_at, monotonic())
+        peer.read(order.ticket.lease_id, runs)
+        ended_at = monotonic()
+        digests = self._digests(peer, order, ready.tables) if ready.next_token is not None else {}
+        digest_s = monotonic() - ended_at
+        return _Read(
+            runs.num_bytes, len(runs), started_at - planned_at, started_at, ended_at, digests, digest_s
+        )  # fmt: skip
+
+    def _digests(self, peer: Peer, order: PullOrder, source_tables: BlockTables) -> Digests:
+        """Of some of what the pull has brought, drawn anew each time."""
+        assert peer.sampler is not None
+        num_tokens, rate = order.ticket.num_tokens, self._digest_sample_rate
+        drawn = peer.sampler.draw(source_tables, order.tables, order.first_token, num_tokens, rate, self._random)
+        return self._kv_digests.of(drawn.get(0, ()), order.tables)
 
     async def _open(self, ticket: Ticket) -> tuple[Peer, OpenedTicket]:
         peer = await self._peer(ticket.address, ticket.incarnation)
@@ -255,7 +299,7 @@ class Reader:
         """The channel to this life of this holder; made on first use, and again after it was lost."""
         refusal = self._refusals.get((address, incarnation))
         if refusal is not None:
-            raise TransferFailed(refusal.reason)
+            raise TransferFailed(refusal.reason, TransferFailure.LAYOUT_REFUSED)
         connecting = self._peers.get((address, incarnation)) or self._start_connecting(address, incarnation)
         return await asyncio.shield(connecting)
 

@@ -224,3 +224,27 @@ class GuiltyHop(_message.Message):
     usual_ms: float
     excess_ms: float
     def __init__(self, phase: _Optional[str] = ..., usual_ms: _Optional[float] = ..., excess_ms: _Optional[float] = ...) -> None: ...
+
+class CheckPeersRequest(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
+
+class CheckPeersResponse(_message.Message):
+    __slots__ = ("pairs",)
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    pairs: _containers.RepeatedCompositeFieldContainer[CheckedPair]
+    def __init__(self, pairs: _Optional[_Iterable[_Union[CheckedPair, _Mapping]]] = ...) -> None: ...
+
+class CheckedPair(_message.Message):
+    __slots__ = ("prefill", "decode", "report")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    report: _engine_pb2.PeerReport
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., report: _Optional[_Union[_engine_pb2.PeerReport, _Mapping]] = ...) -> None: ...

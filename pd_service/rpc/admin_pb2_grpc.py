@@ -64,6 +64,11 @@ class AdminStub:
                 request_serializer=pd__service_dot_rpc_dot_admin__pb2.StopRequest.SerializeToString,
                 response_deserializer=pd__service_dot_rpc_dot_admin__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.CheckPeers = channel.unary_unary(
+                '/pd.v1.Admin/CheckPeers',
+                request_serializer=pd__service_dot_rpc_dot_admin__pb2.CheckPeersRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_admin__pb2.CheckPeersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -111,6 +116,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckPeers(self, request, context):
+        """Of gateways alone: whether decode engines can read from prefill engines, pair by pair.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=pd__service_dot_rpc_dot_admin__pb2.StopRequest.FromString,
                     response_serializer=pd__service_dot_rpc_dot_admin__pb2.StopResponse.SerializeToString,
+            ),
+            'CheckPeers': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckPeers,
+                    request_deserializer=pd__service_dot_rpc_dot_admin__pb2.CheckPeersRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_admin__pb2.CheckPeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class Admin:
             '/pd.v1.Admin/Stop',
             pd__service_dot_rpc_dot_admin__pb2.StopRequest.SerializeToString,
             pd__service_dot_rpc_dot_admin__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckPeers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Admin/CheckPeers',
+            pd__service_dot_rpc_dot_admin__pb2.CheckPeersRequest.SerializeToString,
+            pd__service_dot_rpc_dot_admin__pb2.CheckPeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

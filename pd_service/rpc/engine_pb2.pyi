@@ -181,12 +181,14 @@ class RequestEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., finish: _Optional[str] = ..., ticket: _Optional[_Union[Ticket, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., times: _Optional[_Union[EngineTimes, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., num_drafted: _Optional[int] = ...) -> None: ...
 
 class RequestError(_message.Message):
-    __slots__ = ("code", "message")
+    __slots__ = ("code", "message", "reason")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class EngineTimes(_message.Message):
     __slots__ = ("queue_ms", "compute_ms", "received_ms", "wire_ms", "confirm_ms", "kv_bytes", "plane", "cached_tokens", "hidden_wire_ms", "hidden_kv_bytes", "plan_ms", "num_runs")
@@ -235,7 +237,21 @@ class EngineStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "pid", "choices", "holders", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions", "cached_tokens", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("incarnation", "role", "pid", "choices", "holders", "load", "blocks", "leases", "pulls", "steps", "computed_tokens", "received_tokens", "preemptions", "cached_tokens", "drafted_tokens", "accepted_tokens", "leases_ended", "lease_refusals", "digests_same", "digests_different", "pulls_confirmed", "pull_bytes", "pull_runs", "pull_failures")
+    class LeasesEndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PullFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +268,14 @@ class EngineStatus(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_SAME_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_DIFFERENT_FIELD_NUMBER: _ClassVar[int]
+    PULLS_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    PULL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULL_RUNS_FIELD_NUMBER: _ClassVar[int]
+    PULL_FAILURES_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: str
     pid: int
@@ -268,7 +292,49 @@ class EngineStatus(_message.Message):
     cached_tokens: int
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., holders: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    leases_ended: _containers.ScalarMap[str, int]
+    lease_refusals: int
+    digests_same: int
+    digests_different: int
+    pulls_confirmed: int
+    pull_bytes: int
+    pull_runs: int
+    pull_failures: _containers.ScalarMap[str, int]
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., holders: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockUsage, _Mapping]]] = ..., leases: _Optional[int] = ..., pulls: _Optional[int] = ..., steps: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., leases_ended: _Optional[_Mapping[str, int]] = ..., lease_refusals: _Optional[int] = ..., digests_same: _Optional[int] = ..., digests_different: _Optional[int] = ..., pulls_confirmed: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., pull_runs: _Optional[int] = ..., pull_failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class EngineMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EngineMetrics(_message.Message):
+    __slots__ = ("exposition",)
+    EXPOSITION_FIELD_NUMBER: _ClassVar[int]
+    exposition: bytes
+    def __init__(self, exposition: _Optional[bytes] = ...) -> None: ...
+
+class CheckPeerRequest(_message.Message):
+    __slots__ = ("address", "incarnation")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    incarnation: str
+    def __init__(self, address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class PeerReport(_message.Message):
+    __slots__ = ("problem", "plane", "plane_reason", "round_trip_ms", "bytes_per_second", "buffers")
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    PLANE_FIELD_NUMBER: _ClassVar[int]
+    PLANE_REASON_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    problem: str
+    plane: str
+    plane_reason: str
+    round_trip_ms: float
+    bytes_per_second: float
+    buffers: int
+    def __init__(self, problem: _Optional[str] = ..., plane: _Optional[str] = ..., plane_reason: _Optional[str] = ..., round_trip_ms: _Optional[float] = ..., bytes_per_second: _Optional[float] = ..., buffers: _Optional[int] = ...) -> None: ...
 
 class BlockUsage(_message.Message):
     __slots__ = ("attn_type", "used", "total")

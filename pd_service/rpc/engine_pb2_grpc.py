@@ -44,6 +44,16 @@ class EngineStub:
                 request_serializer=pd__service_dot_rpc_dot_engine__pb2.EngineStatusRequest.SerializeToString,
                 response_deserializer=pd__service_dot_rpc_dot_engine__pb2.EngineStatus.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/pd.v1.Engine/GetMetrics',
+                request_serializer=pd__service_dot_rpc_dot_engine__pb2.EngineMetricsRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_engine__pb2.EngineMetrics.FromString,
+                _registered_method=True)
+        self.CheckPeer = channel.unary_unary(
+                '/pd.v1.Engine/CheckPeer',
+                request_serializer=pd__service_dot_rpc_dot_engine__pb2.CheckPeerRequest.SerializeToString,
+                response_deserializer=pd__service_dot_rpc_dot_engine__pb2.PeerReport.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -62,6 +72,20 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetrics(self, request, context):
+        """The engine's metrics, for the gateway that is scraped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckPeer(self, request, context):
+        """Whether this engine can read from a holder, and how fast; takes a fraction of a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +98,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=pd__service_dot_rpc_dot_engine__pb2.EngineStatusRequest.FromString,
                     response_serializer=pd__service_dot_rpc_dot_engine__pb2.EngineStatus.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=pd__service_dot_rpc_dot_engine__pb2.EngineMetricsRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_engine__pb2.EngineMetrics.SerializeToString,
+            ),
+            'CheckPeer': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckPeer,
+                    request_deserializer=pd__service_dot_rpc_dot_engine__pb2.CheckPeerRequest.FromString,
+                    response_serializer=pd__service_dot_rpc_dot_engine__pb2.PeerReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +164,60 @@ class Engine:
             '/pd.v1.Engine/GetStatus',
             pd__service_dot_rpc_dot_engine__pb2.EngineStatusRequest.SerializeToString,
             pd__service_dot_rpc_dot_engine__pb2.EngineStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Engine/GetMetrics',
+            pd__service_dot_rpc_dot_engine__pb2.EngineMetricsRequest.SerializeToString,
+            pd__service_dot_rpc_dot_engine__pb2.EngineMetrics.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckPeer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pd.v1.Engine/CheckPeer',
+            pd__service_dot_rpc_dot_engine__pb2.CheckPeerRequest.SerializeToString,
+            pd__service_dot_rpc_dot_engine__pb2.PeerReport.FromString,
             options,
             channel_credentials,
             insecure,

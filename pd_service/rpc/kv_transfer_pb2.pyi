@@ -7,34 +7,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReaderMessage(_message.Message):
-    __slots__ = ("hello", "open", "renew", "confirm", "drop")
+    __slots__ = ("hello", "open", "renew", "confirm", "drop", "probe")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     hello: ReaderHello
     open: OpenTicket
     renew: RenewTicket
     confirm: ConfirmTicket
     drop: DropTicket
-    def __init__(self, hello: _Optional[_Union[ReaderHello, _Mapping]] = ..., open: _Optional[_Union[OpenTicket, _Mapping]] = ..., renew: _Optional[_Union[RenewTicket, _Mapping]] = ..., confirm: _Optional[_Union[ConfirmTicket, _Mapping]] = ..., drop: _Optional[_Union[DropTicket, _Mapping]] = ...) -> None: ...
+    probe: ProbeHolder
+    def __init__(self, hello: _Optional[_Union[ReaderHello, _Mapping]] = ..., open: _Optional[_Union[OpenTicket, _Mapping]] = ..., renew: _Optional[_Union[RenewTicket, _Mapping]] = ..., confirm: _Optional[_Union[ConfirmTicket, _Mapping]] = ..., drop: _Optional[_Union[DropTicket, _Mapping]] = ..., probe: _Optional[_Union[ProbeHolder, _Mapping]] = ...) -> None: ...
 
 class HolderMessage(_message.Message):
-    __slots__ = ("hello", "refused", "opened", "confirmed", "ended", "progress")
+    __slots__ = ("hello", "refused", "opened", "confirmed", "ended", "progress", "probed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     hello: HolderHello
     refused: Refused
     opened: TicketOpened
     confirmed: TicketConfirmed
     ended: TicketEnded
     progress: TicketProgress
-    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ..., progress: _Optional[_Union[TicketProgress, _Mapping]] = ...) -> None: ...
+    probed: HolderProbed
+    def __init__(self, hello: _Optional[_Union[HolderHello, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., opened: _Optional[_Union[TicketOpened, _Mapping]] = ..., confirmed: _Optional[_Union[TicketConfirmed, _Mapping]] = ..., ended: _Optional[_Union[TicketEnded, _Mapping]] = ..., progress: _Optional[_Union[TicketProgress, _Mapping]] = ..., probed: _Optional[_Union[HolderProbed, _Mapping]] = ...) -> None: ...
 
 class ReaderHello(_message.Message):
     __slots__ = ("version", "incarnation", "holder_incarnation", "layout", "planes")
@@ -177,22 +181,26 @@ class RenewTicket(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
 
 class ConfirmTicket(_message.Message):
-    __slots__ = ("lease_id", "pull_id")
+    __slots__ = ("lease_id", "pull_id", "digests")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     pull_id: int
-    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ...) -> None: ...
+    digests: _containers.RepeatedCompositeFieldContainer[PieceDigest]
+    def __init__(self, lease_id: _Optional[str] = ..., pull_id: _Optional[int] = ..., digests: _Optional[_Iterable[_Union[PieceDigest, _Mapping]]] = ...) -> None: ...
 
 class TicketConfirmed(_message.Message):
-    __slots__ = ("lease_id", "valid", "pull_id")
+    __slots__ = ("lease_id", "valid", "pull_id", "differing")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     VALID_FIELD_NUMBER: _ClassVar[int]
     PULL_ID_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     valid: bool
     pull_id: int
-    def __init__(self, lease_id: _Optional[str] = ..., valid: _Optional[bool] = ..., pull_id: _Optional[int] = ...) -> None: ...
+    differing: str
+    def __init__(self, lease_id: _Optional[str] = ..., valid: _Optional[bool] = ..., pull_id: _Optional[int] = ..., differing: _Optional[str] = ...) -> None: ...
 
 class DropTicket(_message.Message):
     __slots__ = ("lease_id", "pull_id")
@@ -209,3 +217,35 @@ class TicketEnded(_message.Message):
     lease_id: str
     reason: str
     def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class PieceDigest(_message.Message):
+    __slots__ = ("layer", "cache_name", "first_token", "num_tokens", "first_head", "num_heads", "digest")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
+    NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    cache_name: str
+    first_token: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+    digest: int
+    def __init__(self, layer: _Optional[int] = ..., cache_name: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class ProbeHolder(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class HolderProbed(_message.Message):
+    __slots__ = ("number", "lease_id")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    lease_id: str
+    def __init__(self, number: _Optional[int] = ..., lease_id: _Optional[str] = ...) -> None: ...
