@@ -142,7 +142,7 @@ async def explaining(recent: RecentRequests) -> AsyncIterator[admin_pb2_grpc.Adm
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(channel, recent), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(channel, recent, list), server)
         await server.start()
         yield admin_pb2_grpc.AdminStub(channel)
         await server.stop(None)

@@ -78,9 +78,10 @@ def test_each_pull_of_a_ticket_gets_its_own_answers_and_the_last_confirm_ends_it
         for peer, one in zip(peers, opened, strict=True):
             assert one.num_tokens == held.ticket.num_tokens
             assert await held.num_leases() == 1
-            assert await peer.confirm(one)
+            await peer.confirm(one, {})
         assert await held.num_leases() == 0
-        assert not await peers[0].confirm(opened[0])
+        with pytest.raises(TransferFailed, match="lease ended"):
+            await peers[0].confirm(opened[0], {})
         with pytest.raises(TransferFailed, match="the lease has ended"):
             await peers[0].open(held.ticket.lease_id)
 
@@ -91,7 +92,8 @@ def test_confirms_at_once_of_one_reader_are_all_answered(tiny_model_dir: Path) -
     async def scenario(held: Held) -> None:
         (peer,) = held.peers
         opened = [await peer.open(held.ticket.lease_id) for _ in range(3)]
-        assert await asyncio.gather(*[peer.confirm(one) for one in opened]) == [True] * 3
+        await asyncio.gather(*[peer.confirm(one, {}) for one in opened])
+        assert await held.num_leases() == 0
 
     with_held(tiny_model_dir, 1, scenario)
 
@@ -100,13 +102,14 @@ def test_late_messages_of_a_pull_that_is_over_do_not_disturb_another(tiny_model_
     async def scenario(held: Held) -> None:
         (peer,) = held.peers
         first, second = [await peer.open(held.ticket.lease_id) for _ in range(2)]
-        assert await peer.confirm(first)
+        await peer.confirm(first, {})
         for _ in range(2):
             peer.renew(first)
             peer.drop(first)
-            assert not await peer.confirm(first)
+            with pytest.raises(TransferFailed, match="lease ended"):
+                await peer.confirm(first, {})
         assert await held.num_leases() == 1
-        assert await peer.confirm(second)
+        await peer.confirm(second, {})
 
     with_held(tiny_model_dir, 1, scenario)
 
@@ -117,7 +120,7 @@ def test_all_requests_that_share_a_ticket_get_the_same_right_tokens(tiny_model_d
         opened = await held.peers[0].open(held.ticket.lease_id)  # a reader that takes its time
         answers = await asyncio.gather(*[held.decode(i % num_decode, f"d{i}") for i in range(4)])
         assert await held.num_leases() == 1
-        assert await held.peers[0].confirm(opened)
+        await held.peers[0].confirm(opened, {})
         expected = await held.cluster.generate(PROMPT, NUM_TOKENS + 1)
         assert [[held.first, *tokens] for tokens in answers] == [expected] * 4
 
@@ -135,7 +138,7 @@ def test_a_reader_that_dies_takes_no_ticket_from_another(tiny_model_dir: Path) -
 
         await eventually(is_alone, "the holder has noticed")
         assert await held.num_leases() == 1
-        assert await held.peers[1].confirm(shared[1])
+        await held.peers[1].confirm(shared[1], {})
 
     with_held(tiny_model_dir, 2, scenario)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain, pairwise
 from typing import TypeVar
 
 import grpc
 
 from pd_service.channels import Context
+from pd_service.gateway.engines import EngineMember
 from pd_service.gateway.grpc_door import phase_times
+from pd_service.gateway.peer_checks import check_pair, pairs_of
 from pd_service.gateway.recent import RecentAnswer, RecentRequest, RecentRequests
 from pd_service.gateway.usual import Guilt, guilty_hop, usual_ms
 from pd_service.rpc import admin_pb2 as pb
@@ -23,9 +25,12 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """An operator needs one address."""
 
-    def __init__(self, controller: grpc.aio.Channel, recent: RecentRequests) -> None:
+    def __init__(
+        self, controller: grpc.aio.Channel, recent: RecentRequests, members: Callable[[], Sequence[EngineMember]]
+    ) -> None:
         self._controller = admin_pb2_grpc.AdminStub(controller)
         self._recent = recent
+        self._members = members
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         answer: pb.StatusResponse = await _passed_on(self._controller.Status, request, context)
@@ -49,6 +54,13 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 await context.write(membership)
         except grpc.aio.AioRpcError as error:
             await context.abort(error.code(), f"the controller is away: {error.details()}")
+
+    async def CheckPeers(self, request: pb.CheckPeersRequest, context: Context) -> pb.CheckPeersResponse:
+        try:
+            pairs = pairs_of(self._members(), request.prefill, request.decode)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.CheckPeersResponse(pairs=[await check_pair(holder, reader) for holder, reader in pairs])
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         found = self._recent.newest_first()[: request.limit or None]

@@ -214,6 +214,10 @@ class Directory:
         taking = [c for c in self._clients.values() if c.is_connected and not c.member.is_draining]
         return [client for client in taking if client.member.role in (role, "mixed")]
 
+    def members(self) -> list[EngineMember]:
+        """All that serve, connected or not."""
+        return [client.member for client in self._clients.values()]
+
     def refusals(self) -> list[str]:
         """For operators: each member that does not take this gateway, and why."""
         return [f"{c.engine_id} refuses this gateway: {c.refusal}" for c in self._clients.values() if c.refusal]

@@ -85,7 +85,9 @@ class Gateway:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self.generation), self._doors.grpc_server
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._admin, self._recent), self._doors.grpc_server)
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminServicer(self._admin, self._recent, self.directory.members), self._doors.grpc_server
+        )
         self._health = await add_standard_services(self._doors.grpc_server, [SERVICE_NAME, admin_door.SERVICE_NAME])
         await self._doors.grpc_server.start()
         app = make_app(self.generation, self.unready_reason, ServiceScrape(self.metrics, self.directory.members))

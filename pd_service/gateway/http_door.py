@@ -88,9 +88,7 @@ def _add_model_routes(app: FastAPI, model_name: str) -> None:
         return model
 
 
-def _add_operating_routes(
-    app: FastAPI, generation: Generation, readiness: Readiness, scrape: Scrape | None
-) -> None:
+def _add_operating_routes(app: FastAPI, generation: Generation, readiness: Readiness, scrape: Scrape | None) -> None:
     @app.get("/health")
     async def health() -> Json:
         reason = readiness()

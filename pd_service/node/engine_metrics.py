@@ -83,7 +83,9 @@ def _gauges(status: EngineStatus) -> Iterator[Metric]:
 
 def _work(status: EngineStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("pd_engine_steps", "Steps.", value=status.steps)
-    yield CounterMetricFamily("pd_engine_preemptions", "Requests that gave their blocks back.", value=status.preemptions)
+    yield CounterMetricFamily(
+        "pd_engine_preemptions", "Requests that gave their blocks back.", value=status.preemptions
+    )
     tokens = {
         "computed": status.computed_tokens,
         "received": status.received_tokens,

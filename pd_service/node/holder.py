@@ -246,7 +246,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
                 return self._open(channel, message.open, now)
             case "renew":
                 return self._renew(channel, message.renew, now)
-            case "confirm" if message.confirm.digests:
+            case "confirm" if message.confirm.digests and message.confirm.lease_id in self._held:
                 self._compare_and_confirm(channel, message.confirm)
             case "confirm":
                 return self._confirm(channel, message.confirm, ())
@@ -296,10 +296,10 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
     def _compare_and_confirm(self, channel: _Channel, asked: pb.ConfirmTicket) -> None:
         """Beside this loop, since memory is read: neither this channel's other messages nor other readers wait."""
-        held = self._held.get(asked.lease_id)
-        theirs = digests_from_wire(asked.digests)
-        tables = {} if held is None else held.hold.tables
-        comparing = asyncio.get_running_loop().run_in_executor(self._comparing, self._kv_digests.differing, theirs, tables)
+        theirs, tables = digests_from_wire(asked.digests), self._held[asked.lease_id].hold.tables
+        comparing = asyncio.get_running_loop().run_in_executor(
+            self._comparing, self._kv_digests.differing, theirs, tables
+        )
 
         def compared(done: asyncio.Future[list[Piece]]) -> None:
             if not done.cancelled():
@@ -307,9 +307,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
 
         comparing.add_done_callback(compared)
 
-    def _confirm(
-        self, channel: _Channel, asked: pb.ConfirmTicket, differing: Sequence[Piece]
-    ) -> pb.HolderMessage:
+    def _confirm(self, channel: _Channel, asked: pb.ConfirmTicket, differing: Sequence[Piece]) -> pb.HolderMessage:
         """Yes only if the lease has lived until now. Only then a difference means something: blocks have stayed."""
         pull, now = Pull(channel, asked.pull_id), monotonic()
         leave = self._leases.drop if differing else self._leases.confirm

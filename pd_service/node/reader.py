@@ -13,8 +13,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
 from random import Random
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -203,7 +203,7 @@ class Reader:
     async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
         error = TransferFailed("the request was cancelled before its pull", TransferFailure.CANCELLED)
-        result: KvArrived | KvFailed | None = None
+        result: KvArrived | None = None
         try:
             if claim is not None:
                 self._pulling[order.request_id] = claim
