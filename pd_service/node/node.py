@@ -96,7 +96,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             buffers=buffers,
             pull_timeout_s=self._config.settings.pull_timeout_s,
             digest_sample_rate=self._config.settings.digest_sample_rate,
-            metrics=self._metrics,
+            observe=self._metrics.observe_pull,
         )
         self._server = grpc.aio.server(options=server_options())
         engine_pb2_grpc.add_EngineServicer_to_server(self, self._server)

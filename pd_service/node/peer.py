@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -160,7 +161,7 @@ class Peer:
             self._drop(lease_id, pull_id)
             raise
 
-    async def confirm(self, opened: OpenedTicket, digests: Digests) -> None:
+    async def confirm(self, opened: OpenedTicket, digests: Digests = MappingProxyType({})) -> None:
         """Ends the pull. Raises TransferFailed when what was read may not be used, also if that is known already."""
         opened.check()
         asked = pb.ConfirmTicket(

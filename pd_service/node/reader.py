@@ -22,7 +22,6 @@ from pd_service.channels import end
 from pd_service.engine.messages import KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed, TransferFailure
-from pd_service.node.engine_metrics import EngineMetrics
 from pd_service.node.opened_ticket import OpenedTicket, Ready
 from pd_service.node.peer import Peer
 from pd_service.node.peer_probe import examine
@@ -128,8 +127,8 @@ class Reader:
         planes: Sequence[Plane],
         buffers: Buffers,
         pull_timeout_s: float,
-        digest_sample_rate: float,
-        metrics: EngineMetrics,
+        digest_sample_rate: float = 0.0,
+        observe: Callable[[PullStats], None] = lambda _: None,
         max_pulls: int = 4,
     ) -> None:
         self._incarnation = incarnation
@@ -140,7 +139,7 @@ class Reader:
         self._digest_sample_rate = digest_sample_rate
         self._kv_digests = KvDigests(layout.of_rank(0), buffers)
         self._random = Random()
-        self._metrics = metrics
+        self._observe = observe  # told of each confirmed pull
         self.counts = PullCounts()
         self._threads = ThreadPoolExecutor(max_pulls, thread_name_prefix="pull")
         self._peers: dict[_HolderKey, asyncio.Task[Peer]] = {}
@@ -224,7 +223,7 @@ class Reader:
     def _count(self, ended: PullStats | TransferFailed) -> None:
         self.counts.add(ended)
         if isinstance(ended, PullStats):
-            self._metrics.observe_pull(ended)
+            self._observe(ended)
 
     async def _pull(self, order: PullOrder, claim: Claim) -> KvArrived:
         ordered_at = monotonic()
