@@ -36,6 +36,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
+PEERS_TIMEOUT_S = 120.0  # for all pairs, one after the other
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC door.")]
 
@@ -239,8 +240,18 @@ def explain(
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", "-f", help="YAML file of the service.")] = None,
     model: Annotated[str | None, typer.Option(help='Hugging Face directory, or "demo".')] = None,
+    peer: Annotated[bool, typer.Option("--peer", help="Check a running service's pairs of engines instead.")] = False,
+    prefill: Annotated[str, typer.Option(help="With --peer: only this prefill engine.")] = "",
+    decode: Annotated[str, typer.Option(help="With --peer: only this decode engine.")] = "",
+    address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Check whether a service could start here, and say what is missing."""
+    """Check whether a service could start here, and say what is missing; with --peer, whether its engines reach each
+    other, by which data plane and how fast."""
+    if peer:
+        _check_peers(address, prefill, decode)
+        return
+    if prefill or decode:
+        raise ConfigError("--prefill and --decode name a pair of a running service: they need --peer")
     settings = load_config(config, {} if model is None else {"model": model})
     from pd_service.doctor import examine  # imports torch
 
@@ -249,6 +260,16 @@ def doctor(
     if found.pools:
         console.print(views.memory_table(found.pools, found.available_bytes))
     if not all(finding.is_ok for finding in found.findings):
+        sys.exit(1)
+
+
+def _check_peers(address: str, prefill: str, decode: str) -> None:
+    """Ends with exit code 1 when a pair cannot talk, or there is none."""
+    asked = admin_pb2.CheckPeersRequest(prefill=prefill, decode=decode)
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        answer = admin_pb2_grpc.AdminStub(channel).CheckPeers(asked, timeout=PEERS_TIMEOUT_S)
+    console.print(views.peers_table(answer))
+    if not answer.pairs or any(pair.report.problem for pair in answer.pairs):
         sys.exit(1)
 
 

@@ -74,7 +74,7 @@ def _hops_table(answer: pb.ExplainedAnswer, num_answers: int) -> Table:
     for column in ("what", "engine", "details"):
         table.add_column(column, overflow="fold")
     for hop in answer.hops:
-        style = "red" if hop.what in ("failed", "round failed") else None
+        style = "red" if hop.what.endswith("failed") else None
         table.add_row(f"{hop.at_ms:.1f}", f"{hop.ms:.1f}", hop.what, hop.engine_id, hop.detail, style=style)
     return table
 
@@ -101,7 +101,9 @@ def _details(answer: pb.ExplainedAnswer, phase: str) -> Iterator[str]:
     if phase == "prefill":
         yield f"{answer.cached_tokens} tokens cached"
     elif phase == "transfer" and phases.plane:
-        rate = f" at {phases.kv_bytes / phases.wire_ms / 1e6:.1f} GB/s" if phases.wire_ms else ""
-        yield f"{phases.kv_bytes / 1e6:.1f} MB over {phases.plane}, {phases.wire_ms:.1f} ms on the wire{rate}"
+        wire_ms = phases.wire_ms + phases.hidden_wire_ms
+        rate = f" at {phases.kv_bytes / wire_ms / 1e6:.1f} GB/s" if wire_ms else ""
+        hidden = f", of it {phases.hidden_wire_ms:.1f} beside the prefill" if phases.hidden_wire_ms else ""
+        yield f"{phases.kv_bytes / 1e6:.1f} MB over {phases.plane}, {wire_ms:.1f} ms on the wire{hidden}{rate}"
     elif phase == "decode":
         yield f"{answer.completion_tokens} tokens in all"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
-from pd_service.rpc import admin_pb2, generation_pb2
+from pd_service.rpc import admin_pb2, engine_pb2, generation_pb2
 
 if TYPE_CHECKING:
     from pd_service.doctor import Architecture, Finding
@@ -121,6 +122,27 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     for finding in findings:
         table.add_row(finding.check, "[green]ok[/green]" if finding.is_ok else "[red]problem[/red]", finding.text)
     return table
+
+
+def peers_table(checked: admin_pb2.CheckPeersResponse) -> Table:
+    """Every pair of engines: whether the one can read from the other, how, and how fast."""
+    table = _table("Pairs of engines", "prefill", "decode")
+    table.add_column("plane", no_wrap=True)
+    for column in ("round trip", "GB/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for pair in checked.pairs:
+        table.add_row(pair.prefill, pair.decode, *_peer_row(pair.report))
+    table.caption = "GB/s: of the plane, reading blocks that hold no data, again and again; pulls get no more"
+    return table
+
+
+def _peer_row(report: engine_pb2.PeerReport) -> list[str]:
+    if report.problem:
+        return [report.plane or "-", "-", "-", f"[red]problem[/red] {escape(report.problem)}"]
+    rate = f"{report.bytes_per_second / 1e9:.1f}"
+    finding = f"[green]ok[/green] {report.buffers} buffers alike; {escape(report.plane_reason)}"
+    return [report.plane, f"{report.round_trip_ms:.2f} ms", rate, finding]
 
 
 def memory_table(pools: Sequence[PoolPlan], available_bytes: int) -> Table:

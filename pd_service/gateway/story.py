@@ -22,6 +22,7 @@ from pd_service.gateway.early_decode import EarlyDecode
 from pd_service.gateway.generation import StoryEnd, StoryEvent, StoryPrompt, StoryTokens
 from pd_service.gateway.job import Job
 from pd_service.gateway.router import Affinity, Candidate, choose_way, rank_decode, rank_prefill
+from pd_service.gateway.story_notes import StoryNotes
 from pd_service.metrics import GatewayMetrics
 from pd_service.request import EngineRequest, FinishReason, RequestId, Ticket, TokenEvent
 
@@ -46,6 +47,7 @@ class _Progress:
     """What the story knows so far. `preferred` engines have the prompt's KV, if any have: those of the first answer."""
 
     job: Job
+    notes: StoryNotes
     output: list[int] = field(default_factory=list)
     preferred: Affinity = field(init=False)
 
@@ -71,7 +73,7 @@ class RequestStory:
 
     async def run(self, job: Job) -> AsyncGenerator[StoryEvent, None]:
         """See `Story.run`. Raises Unavailable, or Overloaded, when the retries are used up."""
-        progress = _Progress(job)
+        progress = _Progress(job, StoryNotes(job.timeline, self._metrics))
         failures = 0
         while True:
             try:
@@ -83,6 +85,7 @@ class RequestStory:
             except RetryableError as error:
                 failures += 1
                 job.phases.lost(_now())
+                progress.notes.note("round failed", detail=f"{type(error).__name__}: {error}")
                 progress.preferred = Affinity()  # what failed is not asked for again
                 self._metrics.count_retry(type(error).__name__)
                 logger.info("request %s goes round again: %s", job.request_id, error)
@@ -119,7 +122,10 @@ class RequestStory:
         for engine in rank_prefill(await self._wait_for("prefill"), progress.preferred.prefill):
             try:
                 return engine, await self._prefill_on(engine, progress, early)
-            except Overloaded as error:
+            except RetryableError as error:
+                progress.notes.failed("prefill failed", engine.engine_id, error)
+                if not isinstance(error, Overloaded):
+                    raise
                 refusal = error
         assert refusal is not None
         raise refusal
@@ -130,11 +136,13 @@ class RequestStory:
         Each ticket before that begins an early decode; one that has lost its blocks is followed by another.
         """
         request = _request(progress, prefill_only=True)
+        progress.notes.note("sent to prefill", engine.engine_id)
         if progress.job.index == 0:
             progress.job.affinity.prefill = engine.engine_id
         async with aclosing(engine.run(request, progress.job.deadline)) as events:
             async for event in events:
                 if event.finish is not None:
+                    progress.notes.prefilled(engine.engine_id, event.times)
                     _account(event, progress, has_ticket=False)
                     return event
                 if event.ticket is not None and progress.num_missing > 1:
@@ -190,7 +198,9 @@ class RequestStory:
     ) -> AsyncGenerator[TokenEvent, None]:
         if progress.job.index == 0:
             progress.job.affinity.decode = engine.engine_id
-        return engine.run(_request(progress, ticket=ticket), progress.job.deadline)
+        progress.notes.note("sent to decode", engine.engine_id)
+        events = engine.run(_request(progress, ticket=ticket), progress.job.deadline)
+        return progress.notes.of_decode(engine.engine_id, events, has_ticket=ticket is not None)
 
     async def _listen(
         self, events: AsyncGenerator[TokenEvent, None], progress: _Progress, *, has_ticket: bool
