@@ -62,7 +62,7 @@ class FaultyPlane:
         if next(self._reads) % self.period:
             reader.read(lease_id, runs, timeout_s)
         else:
-            self.num_faults += bool(len(runs))
+            self.num_faults += 1
             self.fault(reader, lease_id, runs, timeout_s, buffers, self._random)
 
 

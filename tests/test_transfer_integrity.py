@@ -90,12 +90,11 @@ def test_a_plane_that_flips_a_bit_now_and_then_changes_no_answer(
     with caplog.at_level(logging.ERROR, "pd_service.node.holder"):
         answers, num_retried, holder, reader = run_async(scenario())
     assert answers == expected(attention)
-    num_faults = sum(plane.num_faults for plane in planes)
-    assert num_faults > 0
-    assert reader.pull_failures["digest"] == holder.digests_different == num_retried == num_faults
+    num_failures = reader.pull_failures["digest"]  # several faults can meet in one pull, which reads in parts
+    assert 0 < num_failures == num_retried <= holder.digests_different <= sum(plane.num_faults for plane in planes)
     assert sum(holder.leases_ended.values()) >= len(PROMPTS)
     places = [record.getMessage() for record in caplog.records]
-    assert len(places) == num_faults
+    assert len(places) == num_failures
     assert all(": layer " in place and " tokens " in place for place in places)
 
 
@@ -130,7 +129,7 @@ def test_partial_reads_into_poisoned_blocks_change_no_answer(
 
     answers, num_failures = run_async(scenario())
     assert answers == [expected(attention)] * 3
-    assert num_failures == sum(plane.num_faults for plane in planes) > 0
+    assert 0 < num_failures <= sum(plane.num_faults for plane in planes)
 
 
 # ---- the confirm
