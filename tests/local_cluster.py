@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from pd_service.config import EngineConfig, EngineSettings, GatewaySettings, Role
+from pd_service.config import DeviceName, Dtype, EngineConfig, EngineSettings, GatewaySettings, Role
 from pd_service.gateway.engines import Directory, EngineMember
 from pd_service.gateway.generation import StoryEnd, StoryTokens
 from pd_service.gateway.intake import Job
@@ -35,11 +35,18 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> Non
 
 class LocalCluster:
     def __init__(
-        self, model_dir: Path, settings: EngineSettings, gateway: GatewaySettings, kv_cache_bytes: int
+        self,
+        model_dir: Path,
+        settings: EngineSettings,
+        gateway: GatewaySettings,
+        kv_cache_bytes: int,
+        device: DeviceName = "cpu",
+        dtype: Dtype = "float32",
     ) -> None:
         self._model_dir = model_dir
         self._settings = settings
         self._kv_cache_bytes = kv_cache_bytes
+        self._device, self._dtype = device, dtype
         self._names = itertools.count()
         self.nodes: dict[str, EngineNode] = {}
         self.roles: dict[str, Role] = {}
@@ -52,7 +59,12 @@ class LocalCluster:
         """Starts one engine and returns its name."""
         name = f"{role}/{next(self._names)}"
         config = EngineConfig(
-            role=role, model_dir=self._model_dir, kv_cache_bytes=self._kv_cache_bytes, settings=self._settings
+            role=role,
+            model_dir=self._model_dir,
+            device=self._device,
+            dtype=self._dtype,
+            kv_cache_bytes=self._kv_cache_bytes,
+            settings=self._settings,
         )
         node = await asyncio.to_thread(EngineNode, config)
         await node.start("127.0.0.1")
@@ -144,8 +156,11 @@ async def local_cluster(
     settings: EngineSettings | None = None,
     gateway: GatewaySettings | None = None,
     kv_cache_bytes: int = 2**22,
+    device: DeviceName = "cpu",
+    dtype: Dtype = "float32",
 ) -> AsyncIterator[LocalCluster]:
-    cluster = LocalCluster(model_dir, settings or EngineSettings(), gateway or GatewaySettings(), kv_cache_bytes)
+    settings, gateway = settings or EngineSettings(), gateway or GatewaySettings()
+    cluster = LocalCluster(model_dir, settings, gateway, kv_cache_bytes, device, dtype)
     roles: list[Role] = ["prefill"] * prefill + ["decode"] * decode + ["mixed"] * mixed  # type: ignore[assignment,list-item]
     try:
         for role in roles:

@@ -23,12 +23,12 @@ DEVICE_CLASSES = {"cpu": "pd_service.device.cpu.CpuDevice", "npu": "pd_service.d
 class Device(Protocol):
     """One device of this process. Its constructor raises ConfigError, naming what is missing, where there is none.
 
-    `process_group` is the backend of torch.distributed for collectives on its tensors. `planes` are the data planes
-    whose bytes can reach its memory, best first.
+    `process_group` is the backend of torch.distributed for collectives on its tensors. `is_addressable`: the host can
+    read and write its memory at the addresses of its tensors, so that data planes reach it without a copy between.
     """
 
     process_group: ClassVar[str]
-    planes: ClassVar[tuple[str, ...]]
+    is_addressable: ClassVar[bool]
     torch_device: torch.device
 
     def free_bytes(self) -> int:

@@ -13,7 +13,7 @@ from pd_service.host_memory import available_bytes
 
 class CpuDevice:
     process_group: ClassVar[str] = "gloo"
-    planes: ClassVar[tuple[str, ...]] = ("memory", "shm", "tcp")
+    is_addressable: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -22,7 +22,7 @@ _GIB = 2**30
 
 class NpuDevice:
     process_group: ClassVar[str] = "hccl"
-    planes: ClassVar[tuple[str, ...]] = ()
+    is_addressable: ClassVar[bool] = False
 
     def __init__(self) -> None:
         _load_torch_npu()

@@ -33,6 +33,7 @@ from pd_service.node.engine_metrics import EngineMetrics
 from pd_service.node.holder import Holder
 from pd_service.node.pulse import Pulse
 from pd_service.node.reader import Reader
+from pd_service.node.staging import reachable_planes
 from pd_service.request import FinishReason, RequestId, Ticket, TokenEvent
 from pd_service.rpc import engine_pb2 as pb
 from pd_service.rpc import engine_pb2_grpc, kv_transfer_pb2_grpc
@@ -80,7 +81,9 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
     async def start(self, host: str, port: int = 0) -> str:
         """Binds, offers the data planes, starts the engine; returns host:port as others reach it."""
         self._loop = asyncio.get_running_loop()
-        planes = [make_plane(name, host=host) for name in self._config.settings.planes]
+        worker = self._engine.worker
+        named = [make_plane(name, host=host) for name in self._config.settings.planes]
+        planes = reachable_planes(named, worker.device, worker.cache_tensors)
         buffers = self._buffers()
         self._holder = Holder(
             incarnation=self.incarnation,
