@@ -1,13 +1,15 @@
-"""The command line: serve, generate, status, explain, doctor, models."""
+"""The command line: serve, generate, status, explain, scale, drain, stop, doctor, models."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import grpc
 import typer
 from google.protobuf import json_format
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 
-from pd_service import explain_view, views
+from pd_service import explain_view, operate, views
 from pd_service.channels import channel_options
 from pd_service.config import ServiceConfig, load_config
-from pd_service.errors import ConfigError
+from pd_service.detach import Report, start_in_background
+from pd_service.errors import ConfigError, PdError
 from pd_service.progress import Progress, shown_progress
 from pd_service.rpc import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -37,6 +41,7 @@ console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 PEERS_TIMEOUT_S = 120.0  # for all pairs, one after the other
+WATCH_S = 1.0  # between two looks of `status --watch`
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 Address = Annotated[str, typer.Option(help="host:port of a gateway's gRPC door.")]
 
@@ -45,7 +50,7 @@ def main() -> None:
     """Entry point: what the user can mend ends with one line on stderr and exit code 1, never with a traceback."""
     try:
         app()
-    except ConfigError as error:
+    except PdError as error:
         errors.print(f"[red]error:[/red] {error}", soft_wrap=True)
         sys.exit(1)
     except grpc.RpcError as error:
@@ -69,8 +74,10 @@ def serve(
     http_address: Annotated[str | None, typer.Option("--http", help="host:port of the HTTP door; port 0: any.")] = None,
     ray_address: Annotated[str | None, typer.Option(help="Join this Ray cluster instead of starting one.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the gateway decides.")] = False,
+    is_detached: Annotated[bool, typer.Option("--detach", help="Return when it is ready; it runs on.")] = False,
+    report_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve a model with a prefill pool and a decode pool until Ctrl-C."""
+    """Serve a model with a prefill pool and a decode pool until Ctrl-C, or `pd-service stop`."""
     flags = {
         "model": model,
         "pools.prefill.replicas": prefill,
@@ -81,10 +88,28 @@ def serve(
         "ray.address": ray_address,
     }
     settings = load_config(config, {name: value for name, value in flags.items() if value is not None})
+    if is_detached:
+        sys.exit(_serve_in_background())
+    report = None if report_fd is None else Report(report_fd, (console, errors))
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(asctime)s %(name)s %(message)s")
     with shown_progress(console) as progress:
         model_dir = _model_dir(settings, progress)
-    asyncio.run(_until_signal(_serve(settings, model_dir)))
+    asyncio.run(_until_signal(_serve(settings, model_dir, report)))
+
+
+def _serve_in_background() -> int:
+    """This command again, without --detach, in a process of its own."""
+    from pd_service.cluster.desired import state_folder
+
+    flags = [word for word in sys.argv[1:] if word != "--detach"]
+    log = state_folder() / f"serve-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    code = start_in_background([sys.executable, "-m", "pd_service.cli", *flags], log, _show)
+    _show(f"It writes to {log}\n")
+    return code
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _model_dir(config: ServiceConfig, progress: Progress) -> Path:
@@ -113,7 +138,7 @@ async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
         console.print("stopped")
 
 
-async def _serve(config: ServiceConfig, model_dir: Path) -> None:
+async def _serve(config: ServiceConfig, model_dir: Path, report: Report | None) -> None:
     with shown_progress(console) as progress:
         from pd_service.cluster.service import running_service  # Ray takes a moment to import
 
@@ -123,6 +148,12 @@ async def _serve(config: ServiceConfig, model_dir: Path) -> None:
             until_stopped = stack.pop_all()
     async with until_stopped:
         _show_service(service.gateway, await service.status())
+        if report is None:
+            console.print("Ctrl-C stops everything.")
+        else:
+            command = f"{_own_command()} stop --address {service.gateway.grpc_address}"
+            console.print(f"It runs in the background, process {os.getpid()}. To stop it: {command}", soft_wrap=True)
+            report.ready()
         await service.until_stopped()
 
 
@@ -141,7 +172,6 @@ def _show_service(gateway: Gateway, status: admin_pb2.StatusResponse) -> None:
         f"  curl http://{gateway.http_address}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         soft_wrap=True,
     )
-    console.print("Ctrl-C stops everything.")
 
 
 # ---- generate
@@ -204,13 +234,87 @@ def _print_answer(answer: Iterable[generation_pb2.GenerateResponse]) -> None:
 
 
 @app.command()
-def status(address: Address = DEFAULT_ADDRESS) -> None:
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    is_watching: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
+) -> None:
     """Show pools, engines and what they have done."""
     with grpc.insecure_channel(address, options=channel_options()) as channel:
-        answer = admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=5)
-    console.print(views.pools_table(answer))
-    console.print(views.engines_table(answer))
-    console.print(views.work_table(answer))
+        admin = admin_pb2_grpc.AdminStub(channel)
+        answer = admin.Status(admin_pb2.StatusRequest(), timeout=5)
+        if not is_watching:
+            console.print(views.pools_table(answer), views.engines_table(answer), views.work_table(answer))
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch_status(admin, answer)
+
+
+def _watch_status(admin: admin_pb2_grpc.AdminStub, answer: admin_pb2.StatusResponse) -> None:
+    asked_at = time.monotonic()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            fresh, now = admin.Status(admin_pb2.StatusRequest(), timeout=5), time.monotonic()
+            rates = operate.rates(answer, fresh, now - asked_at)
+            shown = Group(views.pools_table(fresh), views.engines_table(fresh, rates))
+            if console.is_terminal:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)
+            answer, asked_at = fresh, now
+
+
+# ---- scale, drain, stop
+
+
+@app.command()
+def scale(
+    sizes: Annotated[list[str], typer.Argument(help="POOL=NUMBER, such as prefill=3 decode=5.")],
+    address: Address = DEFAULT_ADDRESS,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until the cluster is as asked.", min=0)] = 900,
+) -> None:
+    """Ask for other numbers of engines, and show progress until the cluster is as asked."""
+    wanted = operate.parse_sizes(sizes)
+    with shown_progress(console) as progress:
+        operate.scale(address, wanted, timeout, progress)
+    console.print("as asked: " + ", ".join(f"{role} {number}" for role, number in wanted.items()))
+
+
+@app.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="Name as status shows it.")],
+    address: Address = DEFAULT_ADDRESS,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds for running work; then it is stopped; default: as configured.", min=0)
+    ] = None,
+) -> None:
+    """Let an engine finish what it has, give it nothing new, and stop it; its pool gets another one."""
+    with shown_progress(console) as progress:
+        reason = operate.drain(address, engine, timeout, progress)
+    console.print(f"{engine} has left: {reason}")
+
+
+@app.command()
+def stop(
+    address: Address = DEFAULT_ADDRESS,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Stop it in this Ray cluster, without a gateway; even what is left of it.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Its ray.namespace, with --ray-address.")] = None,
+) -> None:
+    """Stop the service: every engine, the controller, the gateway."""
+    if ray_address is None and namespace is not None:
+        raise ConfigError("--namespace is of use with --ray-address alone")
+    if ray_address is None:
+        with shown_progress(console) as progress:
+            operate.stop(address, progress)
+    else:
+        from pd_service.cluster.service import stop_in_ray
+
+        flags = {"ray.address": ray_address} | ({"ray.namespace": namespace} if namespace else {})
+        found = asyncio.run(stop_in_ray(load_config(None, flags)))
+        console.print(f"stopped: {', '.join(sorted(set(found)))}", soft_wrap=True)
+    console.print("stopped")
 
 
 # ---- explain

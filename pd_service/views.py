@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -71,31 +71,39 @@ def phases_table(finish: generation_pb2.Finish) -> Table:
 
 
 def pools_table(status: admin_pb2.StatusResponse) -> Table:
-    table = _table(f"{status.model}, membership {status.membership_version}", "pool", "ready", "asked", "replaced")
-    table.add_column("last failure", overflow="fold")
+    life = f", life {status.controller_life} of the controller" if status.controller_life > 1 else ""
+    title = f"{status.model}, membership {status.membership_version}{life}"
+    table = _table(title, "pool", "ready", "asked", "replaced")
+    table.add_column("waits for, last failure", overflow="fold")
     for pool in status.pools:
-        table.add_row(pool.role, str(pool.ready), str(pool.desired), str(pool.replaced), pool.last_failure)
+        notes = "\n".join(filter(None, (pool.waits_for, pool.last_failure)))
+        table.add_row(pool.role, str(pool.ready), str(pool.desired), str(pool.replaced), notes)
     return table
 
 
-def engines_table(status: admin_pb2.StatusResponse) -> Table:
+def engines_table(status: admin_pb2.StatusResponse, rates: Mapping[str, float] | None = None) -> Table:
+    """`rates`: tokens computed per second, by engine, shown if given."""
     table = Table()
     table.add_column("engine", no_wrap=True)
-    for column in ("state", "pid", "run", "wait", "KV blocks", "leases", "pulls"):
+    for column in ("state", "run", "wait", "KV blocks", "leases", "pulls"):
         table.add_column(column)
+    if rates is not None:
+        table.add_column("tokens/s", justify="right")
     for engine in status.engines:
-        table.add_row(*_engine_row(engine))
+        rate = [] if rates is None else [f"{rates.get(engine.member.engine_id, 0):.1f}"]
+        table.add_row(*_engine_row(engine), *rate)
     return table
 
 
 def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
     member, status = engine.member, engine.status
-    name = f"{member.engine_id}\n{member.address}".rstrip()
     if engine.problem:
-        return [name, engine.problem]
+        return [f"{member.engine_id}\n{member.address}".rstrip(), engine.problem, *[""] * 5]
+    name = f"{member.engine_id}\n{member.address}\n{status.pid} on {member.host}\n{member.incarnation}"
+    state = f"{member.state}\n{member.held} left" if member.state == "draining" else member.state
     used = "\n".join(f"{usage.used}/{usage.total}" for usage in status.blocks)  # a line for each attention type
     load = status.load
-    return [name, member.state, *map(str, (status.pid, load.running, load.waiting, used, status.leases, status.pulls))]
+    return [name, state, *map(str, (load.running, load.waiting, used, status.leases, status.pulls))]
 
 
 def work_table(status: admin_pb2.StatusResponse) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -125,9 +126,11 @@ def _read_until_ready(process: subprocess.Popen[str]) -> str:
     raise AssertionError("the service did not start:\n" + "".join(lines))
 
 
-def cli(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str, timeout_s: float = 60, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """One run of the command line."""
-    environment = os.environ | {"COLUMNS": "120"}
+    environment = (environment or dict(os.environ)) | {"COLUMNS": "120"}
     return subprocess.run(
         [*CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
     )
@@ -137,12 +140,49 @@ def shared_memory_files() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
+@dataclass
+class RayHead:
+    """A Ray cluster of somebody else's."""
+
+    process: subprocess.Popen[str]
+    address: str
+    environment: dict[str, str]  # to reach it with
+
+    def workers(self, actor: str) -> list[psutil.Process]:
+        """The processes of all actors of this class."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and named(child, actor)]
+
+    def left(self) -> dict[str, object]:
+        """What Ray knows of actors, placements and resources in use."""
+        script = (
+            "import json, ray; ray.init(address='auto', log_to_driver=False); "
+            "total, free = ray.cluster_resources(), ray.available_resources(); "
+            "groups = ray.util.placement_group_table().values(); "
+            "print(json.dumps({'actors': ray.util.list_named_actors(all_namespaces=True), "
+            "'placements': [group['name'] for group in groups if group['state'] != 'REMOVED'], "
+            "'cpus': total['CPU'] - free.get('CPU', 0)}))"
+        )
+        environment = self.environment | {"RAY_ADDRESS": self.address}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True, timeout=60
+        )
+        found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def named(process: psutil.Process, actor: str) -> bool:
+    try:
+        return f"ray::{actor}" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextlib.contextmanager
-def ray_head() -> Iterator[tuple[str, dict[str, str]]]:
-    """A Ray cluster of somebody else's, with two CPUs: its address, and the environment to reach it with."""
+def ray_head(num_cpus: int = 2) -> Iterator[RayHead]:
     environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
     command = [
-        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--port=0", "--num-cpus=2",
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--port=0", f"--num-cpus={num_cpus}",
         "--include-dashboard=false", "--disable-usage-stats",
     ]  # fmt: skip
     head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -154,7 +194,7 @@ def ray_head() -> Iterator[tuple[str, dict[str, str]]]:
             if found := re.search(r"ray start --address='([^']+)'", line):
                 break
         assert found, "".join(lines)
-        yield found[1], environment
+        yield RayHead(head, found[1], environment)
     finally:
         for process in [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]:
             with contextlib.suppress(psutil.NoSuchProcess):

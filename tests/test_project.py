@@ -48,7 +48,10 @@ ALLOWED: dict[str, set[str]] = {
     "pd_service.doctor": MODELS | {"pd_service.demo", "pd_service.host_memory", "pd_service.engine.memory_plan"},
     "pd_service.explain_view": WIRE,
     "pd_service.views": WIRE | {"pd_service.doctor", "pd_service.engine.memory_plan"},
-    "pd_service.cli": CLUSTER | {"pd_service.demo", "pd_service.doctor", "pd_service.explain_view", "pd_service.views"},
+    "pd_service.operate": WIRE | {"pd_service.progress", "grpc"},
+    "pd_service.detach": set(),
+    "pd_service.cli": CLUSTER
+    | {f"pd_service.{name}" for name in ("demo", "detach", "doctor", "explain_view", "operate", "views")},
 }
 GUARDED = {*ALLOWED, "grpc", "ray", "pd_service"}
 

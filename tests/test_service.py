@@ -1,7 +1,10 @@
 """The whole service as its user meets it: real Ray, gRPC, HTTP and processes; a tiny model."""
 
+import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 from tests.local_cluster import eventually
 from tests.one_loop import run_async
-from tests.served import CLI, Served, cli, ray_head, served, shared_memory_files
+from tests.served import CLI, Served, cli, served, shared_memory_files
 
 PROMPT = list(range(3, 40))
 
@@ -289,15 +292,43 @@ def test_models_are_listed() -> None:
     assert "LlamaForCausalLM" in done.stdout
 
 
-def test_it_joins_a_running_ray_cluster_and_leaves_it_as_it_was(tiny_model_dir: Path) -> None:
-    with ray_head() as (address, environment):
-        with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
-            assert len(run_async(service.tokens(PROMPT, 6, ignore_eos=True))) == 6
-            assert service.stop().splitlines() == ["stopping", "stopped"]
-        actors = [p for p in psutil.process_iter(["cmdline"]) if "EngineActor" in " ".join(p.info["cmdline"] or [])]
-        assert not [actor for actor in actors if address in " ".join(actor.cmdline())]
-        with served("--model", str(tiny_model_dir), "--ray-address", address, environment=environment) as service:
-            assert len(run_async(service.tokens(PROMPT, 6, ignore_eos=True))) == 6  # its resources were given back
+def test_a_detached_service_runs_on_until_it_is_stopped(tiny_model_dir: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    flags = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--model", str(tiny_model_dir))
+    started = cli("serve", *flags, "--detach", environment=environment)
+    assert started.returncode == 0, started.stdout
+    found = re.search(r"process (\d+). To stop it: \S+ stop --address (\S+)", started.stdout)
+    assert found, started.stdout
+    process, address = psutil.Process(int(found[1])), found[2]
+    everything = [process, *process.children(recursive=True)]
+    try:
+        assert cli("generate", "Hello", "--raw", "--address", address, "--max-tokens", "4").returncode == 0
+        stopped = cli("stop", "--address", address)
+        assert (stopped.returncode, stopped.stdout.splitlines()[-1]) == (0, "stopped"), stopped.stderr
+        _, alive = psutil.wait_procs(everything, timeout=20)
+        assert not alive
+    finally:
+        for left in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+    assert [path.suffix for path in (tmp_path / "pd-service").iterdir()] == [".log"]
+
+
+def test_a_detached_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
+    done = cli("serve", "--model", str(tmp_path), "--detach", environment=environment)
+    assert (done.returncode, "LlamaForCausalLM" in done.stdout) == (1, True), done
+
+
+def test_status_is_watched_until_it_is_interrupted(service: Served) -> None:
+    command = [*CLI, "status", "--watch", "--address", service.grpc_address]
+    watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert watching.stdout is not None
+    first = "".join(itertools.takewhile(lambda line: "└" not in line, watching.stdout))
+    watching.send_signal(signal.SIGINT)
+    rest, _ = watching.communicate(timeout=20)
+    assert watching.returncode == 0, first + rest
+    assert "tokens/s" in first + rest
 
 
 def test_a_ray_address_where_nobody_answers_is_named() -> None:

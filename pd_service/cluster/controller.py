@@ -197,7 +197,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
                     version = report.version
                     self._take(engine_id, report, look_s)
                 elif engine.state is not State.STARTING:
-                    self._fleet.unanswered(engine_id, time.monotonic(), look_s)
+                    self._fleet.unanswered(engine_id, time.monotonic(), look_s + ANSWER_S)
                 self._wake()
                 if engine.state is State.STARTING:
                     await asyncio.sleep(START_LOOK_S)
@@ -298,8 +298,7 @@ class Controller(admin_pb2_grpc.AdminServicer):
             self._fleet.scale(dict(request.replicas))
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self._save()
-        self._wake()
+        await self._asked()
         return pb.ScaleResponse(pools=admin_messages.pools(self._fleet, time.monotonic()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -311,9 +310,14 @@ class Controller(admin_pb2_grpc.AdminServicer):
             engine = self._fleet.drain(request.engine_id, time.monotonic(), limit_s)
         except InvalidRequest as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self._save()
-        self._wake()
+        await self._asked()
         return pb.DrainResponse(member=admin_messages.member(engine, self._started.get(engine.engine_id)))
+
+    async def _asked(self) -> None:
+        """What was asked for is kept and told before anybody hears that it was taken."""
+        self._save()
+        await self._tell()
+        self._wake()
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         self._stop()

@@ -29,7 +29,7 @@ class Desired:
 
 class DesiredFile:
     def __init__(self, service_id: str, folder: Path | None = None) -> None:
-        self._path = (folder or _state_folder()) / f"{service_id}.json"
+        self._path = (folder or state_folder()) / f"{service_id}.json"
         self._saved: str | None = None
 
     def load(self) -> Desired | None:
@@ -63,6 +63,6 @@ class DesiredFile:
         self._path.unlink(missing_ok=True)
 
 
-def _state_folder() -> Path:
+def state_folder() -> Path:
     """Where the XDG base directory specification has a user's state."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pd-service"

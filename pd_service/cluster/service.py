@@ -59,7 +59,9 @@ class Service:
             return answer
 
     async def until_stopped(self) -> None:
-        """Returns when an operator has asked the controller to stop; a controller that is away is waited for."""
+        """Returns when an operator has asked the controller to stop, or has removed it; until Ray has restarted one
+        that died, it is waited for.
+        """
         async with grpc.aio.insecure_channel(self.admin_address, options=channel_options()) as channel:
             admin = admin_pb2_grpc.AdminStub(channel)
             while True:
@@ -67,6 +69,8 @@ class Service:
                     async for membership in admin.WatchMembership(admin_pb2.WatchMembershipRequest()):
                         if membership.is_stopping:
                             return
+                if await asyncio.to_thread(find_actor, CONTROLLER) is None:
+                    return
                 await asyncio.sleep(RECONNECT_S)
 
 
