@@ -82,28 +82,25 @@ def pools_table(status: admin_pb2.StatusResponse) -> Table:
 
 
 def engines_table(status: admin_pb2.StatusResponse, rates: Mapping[str, float] | None = None) -> Table:
-    """`rates`: tokens computed per second, by engine, shown if given."""
+    """`rates`: tokens computed per second, by engine; if given they stand in the place of pulls."""
     table = Table()
     table.add_column("engine", no_wrap=True)
-    for column in ("state", "run", "wait", "KV blocks", "leases", "pulls"):
-        table.add_column(column)
-    if rates is not None:
-        table.add_column("tokens/s", justify="right")
+    for column in ("state", "run", "wait", "KV blocks", "leases", "pulls" if rates is None else "tokens/s"):
+        table.add_column(column, overflow="fold")
     for engine in status.engines:
-        rate = [] if rates is None else [f"{rates.get(engine.member.engine_id, 0):.1f}"]
-        table.add_row(*_engine_row(engine), *rate)
+        table.add_row(*_engine_row(engine, rates))
     return table
 
 
-def _engine_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
+def _engine_row(engine: admin_pb2.EngineMemberStatus, rates: Mapping[str, float] | None) -> list[str]:
     member, status = engine.member, engine.status
     if engine.problem:
-        return [f"{member.engine_id}\n{member.address}".rstrip(), engine.problem, *[""] * 5]
+        return [f"{member.engine_id}\n{member.address}".rstrip(), engine.problem]
     name = f"{member.engine_id}\n{member.address}\n{status.pid} on {member.host}\n{member.incarnation}"
     state = f"{member.state}\n{member.held} left" if member.state == "draining" else member.state
     used = "\n".join(f"{usage.used}/{usage.total}" for usage in status.blocks)  # a line for each attention type
-    load = status.load
-    return [name, state, *map(str, (load.running, load.waiting, used, status.leases, status.pulls))]
+    last = str(status.pulls) if rates is None else f"{rates.get(member.engine_id, 0):.1f}"
+    return [name, state, str(status.load.running), str(status.load.waiting), used, str(status.leases), last]
 
 
 def work_table(status: admin_pb2.StatusResponse) -> Table:
