@@ -243,7 +243,8 @@ def status(
         admin = admin_pb2_grpc.AdminStub(channel)
         answer = admin.Status(admin_pb2.StatusRequest(), timeout=5)
         if not is_watching:
-            console.print(views.pools_table(answer), views.engines_table(answer), views.work_table(answer))
+            console.print(views.pools_table(answer), views.engines_table(answer))
+            console.print(views.work_table(answer), views.transfers_table(answer))
             return
         with contextlib.suppress(KeyboardInterrupt):
             _watch_status(admin, answer)

@@ -122,6 +122,34 @@ def _work_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
     return [engine.member.engine_id, *(f"{number:,}" for number in numbers), guesses, str(done.preemptions)]
 
 
+def transfers_table(status: admin_pb2.StatusResponse) -> Table:
+    """What each engine has pulled from others and held for them since its start."""
+    table = Table(caption="leases: confirmed/released/expired; digests: pieces compared with the holder's, alike/not")
+    table.add_column("engine", no_wrap=True)
+    for column in ("pulls", "MB", "leases", "refused", "digests"):
+        table.add_column(column, justify="right")
+    table.add_column("pulls failed", overflow="fold")
+    for engine in status.engines:
+        if not engine.problem:
+            table.add_row(*_transfers_row(engine))
+    return table
+
+
+def _transfers_row(engine: admin_pb2.EngineMemberStatus) -> list[str]:
+    done = engine.status
+    leases = "/".join(str(done.leases_ended[how]) for how in ("confirmed", "released", "expired"))
+    digests = f"{done.digests_same:,}/{done.digests_different:,}"
+    failed = ", ".join(f"{number} {reason}" for reason, number in sorted(done.pull_failures.items()) if number)
+    numbers = (
+        f"{done.pulls_confirmed:,}",
+        f"{done.pull_bytes / 1e6:,.1f}",
+        leases,
+        f"{done.lease_refusals:,}",
+        digests,
+    )
+    return [engine.member.engine_id, *numbers, failed or "-"]
+
+
 def findings_table(findings: Sequence[Finding]) -> Table:
     table = _table("pd-service doctor", "check", "", "finding")
     for finding in findings:

@@ -155,3 +155,18 @@ def test_nothing_is_kept_of_readers_and_leases_that_are_gone() -> None:
     g.forget_reader(b"bob")
     g.forget_reader(b"alice")
     assert g.is_empty()
+
+
+def test_null_blocks_are_readable_for_whoever_was_admitted_to_them_until_forgotten() -> None:
+    guard = ReadGuard(LAYOUT)
+    guard.register_reader(b"reader")
+    guard.admit_null_blocks("probe", b"reader")
+    for index, buffer in enumerate(LAYOUT.buffers):
+        ask = (np.array([index]), np.array([0]), np.array([buffer.bytes_per_block]))
+        guard.check(b"reader", "probe", *ask)
+        with pytest.raises(ReadRefused, match="not all part of the lease"):
+            guard.check(b"reader", "probe", ask[0], ask[1], ask[2] + 1)
+        with pytest.raises(ReadRefused, match="not admitted"):
+            guard.check(b"stranger", "probe", *ask)
+    guard.forget_reader(b"reader")
+    assert guard.is_empty()
