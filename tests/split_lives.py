@@ -1,8 +1,9 @@
 """Random lives of requests on two engines: arrivals, hand-overs, losses and cancels in any order, also in mid-step.
 
 A `Life` is one request of a client; it goes round again after a failure with what it has so far, as the gateway's story
-does. Messages reach an engine before its step or while that computes. A pull reads in two halves, between which
-anything may happen: its lease may end, its request may be cancelled, both engines may run steps.
+does. Messages reach an engine before its step or while that computes. Some lives have a follower: their request runs on
+the decode engine while its prompt is computed on the other. A pull reads in two halves, or in as many parts as become
+ready, between which anything may happen: its lease may end, its request may be cancelled, both engines may run steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pd_service.errors import TransferFailed
 from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId
 from tests.integer_model import VOCAB, Attention
 from tests.integer_reference import continuation
-from tests.split_engines import Split, check_same_kv, plan_pull, read
+from tests.split_engines import Following, Split, check_same_kv, read
 from tests.stepped_engine import SteppedEngine
 from transfer.planes.base import Runs
 
@@ -50,6 +51,7 @@ class Life:
     attempt: int = 0
     stage: Stage = Stage.WAITING
     engine: SteppedEngine | None = None  # that works on it now
+    has_follower: bool = False  # the decode engine has its request while the prompt is computed
 
     @property
     def request_id(self) -> RequestId:
@@ -75,11 +77,12 @@ class Life:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """`runs` are what is still to be read."""
+    """`runs` are what is still to be read of a complete `hold`, None before there is one."""
 
     order: PullOrder
-    hold: Hold
-    runs: Runs
+    following: Following
+    hold: Hold | None = None
+    runs: Runs | None = None
     is_half_read: bool = False
 
 
@@ -117,13 +120,15 @@ class Lives:
         chance = self._draw.random()
         if chance < 0.15 and self._num_to_come:
             self._arrive()
-        elif chance < 0.3:
+        elif chance < 0.27:
             self._go_on()
-        elif chance < 0.315:
+        elif chance < 0.35:
+            self._follow()
+        elif chance < 0.365:
             self._cancel()
-        elif chance < 0.45:
+        elif chance < 0.6:
             self._pull_on()
-        elif chance < 0.46:
+        elif chance < 0.61:
             self._end_lease()
         else:
             self._step(self._draw.choice([self._split.prefill, self._split.decode]))
@@ -183,6 +188,22 @@ class Lives:
         assert onward.token_ids == life.request().token_ids
         self._submit(life, Stage.DECODE, self._split.decode, onward)
 
+    def _follow(self) -> None:
+        """The decode engine gets a request whose prompt is being computed."""
+        life = self._pick(Stage.PROMPT)
+        computing, pulls = self._split.prefill.computing, self._split.decode.pulls
+        if life is None or life.has_follower or life.request_id not in computing:
+            return
+        request = life.request()
+        if request.max_new_tokens < 2 or life.request_id in pulls or life.request_id in self._pulls:
+            return
+        self.seen["followed"] += 1
+        life.has_follower = True
+        self._inbox[self._split.decode].append(Submit(self._split.with_early_ticket(request)))
+        self._step(self._split.decode)  # at once, or most prompts would be done before anybody reads
+        if life.request_id in pulls:
+            self._begin_pull(pulls.pop(life.request_id))
+
     def _submit(self, life: Life, stage: Stage, engine: SteppedEngine, request: EngineRequest) -> None:
         life.stage, life.engine = stage, engine
         self._inbox[engine].append(Submit(request))
@@ -196,6 +217,8 @@ class Lives:
             if life.stage is Stage.DECODE:
                 life.output += life.engine.tokens[life.request_id]
             self._inbox[life.engine].append(Cancel(life.request_id))
+        if life.has_follower:
+            self._inbox[self._split.decode].append(Cancel(life.request_id))
         life.stage = Stage.CANCELLED
         if life.request_id not in self._pulls:  # a pull asks for its lease itself, at its end
             self._give_back(life.request_id)
@@ -226,17 +249,26 @@ class Lives:
             self._end_pull(pulls.pop(request_id))
 
     def _begin_pull(self, order: PullOrder) -> None:
-        hold = self._split.prefill.holds.get(order.request_id)
-        if hold is None:
+        if order.request_id in self._split.prefill.holds or order.request_id in self._split.prefill.computing:
+            self._pulls[order.request_id] = Pull(order=order, following=Following(order))
+        else:
             self._fail(order.request_id, "the ticket had ended")
-            return
-        runs = plan_pull(self._split.prefill, self._split.decode, hold, order)
-        self._pulls[order.request_id] = Pull(order=order, hold=hold, runs=runs)
 
     def _read_half(self, pull: Pull) -> None:
-        half = len(pull.runs) // 2
-        read(self._split.prefill, self._split.decode, part(pull.runs, slice(0, half)))
-        pull.runs, pull.is_half_read = part(pull.runs, slice(half, None)), True
+        """Half of what is left, or all that has become ready while the rest is computed."""
+        request_id, source, dest = pull.order.request_id, self._split.prefill, self._split.decode
+        if request_id in source.computing:
+            runs = pull.following.plan(source, dest, source.computing[request_id])
+            self.seen["read early"] += bool(len(runs))
+            read(source, dest, runs)
+        elif request_id in source.holds:
+            pull.hold = source.holds[request_id]
+            runs = pull.following.plan(source, dest, pull.hold)
+            half = len(runs) // 2
+            read(source, dest, part(runs, slice(0, half)))
+            pull.runs, pull.is_half_read = part(runs, slice(half, None)), True
+        else:
+            self._fail(self._pulls.pop(request_id).order.request_id, "the ticket ended before the prompt was computed")
 
     def _end_pull(self, pull: Pull) -> None:
         """Reads the rest, and confirms: only what was leased until now may be used."""
@@ -245,6 +277,8 @@ class Lives:
             self._fail(request_id, "the pull failed half-way")
             self._give_back(request_id)
             return
+        assert pull.runs is not None
+        assert pull.hold is not None
         read(self._split.prefill, self._split.decode, pull.runs)
         if request_id not in self._split.prefill.holds:
             self._fail(request_id, "the lease ended before the pull did")
@@ -268,11 +302,18 @@ class Lives:
         self.seen["messages in mid-step"] += len(messages) - num_before
         engine.step(*messages[:num_before], during=messages[num_before:])
         for life in self.lives:
-            if life.engine is engine and not life.is_over:
+            if life.has_follower and engine is self._split.decode and not life.is_over:
+                self._look_at_follower(life)
+            elif life.engine is engine and not life.is_over:
                 self._look_at(life, engine)
         for request_id in list(self._split.prefill.holds):
             if self._of_attempt[request_id].stage is Stage.CANCELLED and request_id not in self._pulls:
                 self._give_back(request_id)  # the cancel came too late: nobody will take this ticket
+
+    def _look_at_follower(self, life: Life) -> None:
+        """It may fail while the prompt is computed; then the ticket is taken later, or followed by another."""
+        if self._split.decode.errors.pop(life.request_id, None) is not None:
+            life.has_follower = False
 
     def _look_at(self, life: Life, engine: SteppedEngine) -> None:
         request_id, error = life.request_id, engine.errors.get(life.request_id)
@@ -283,6 +324,15 @@ class Lives:
             life.output += engine.tokens[request_id]
             is_ticket = engine.finish[request_id] is FinishReason.PREFILLED
             life.stage, life.engine = Stage.TICKET if is_ticket else Stage.ENDED, None
+            self._look_at_decode(life, is_ticket=is_ticket)
+
+    def _look_at_decode(self, life: Life, *, is_ticket: bool) -> None:
+        """The prompt is done, or all of it: a follower goes on, or is not needed."""
+        if life.has_follower and is_ticket:
+            life.stage, life.engine = Stage.DECODE, self._split.decode
+        elif life.has_follower:
+            self._inbox[self._split.decode].append(Cancel(life.request_id))
+        life.has_follower = False
 
 
 def part(runs: Runs, which: slice) -> Runs:
