@@ -1,8 +1,9 @@
 """How fast KV moves between two processes, beside the bounds of this machine and, when their Python is given, peers.
 
 A cell is one model's cache, one block size, one prompt length and one kind of block tables; in each cell all systems
-move the same runs, in turns, since speeds of a shared machine drift. A bar is the median of the turns' ratios; every
-destination is checked by bytes once per system and cell.
+move the same runs. What is compared takes turns, since speeds of a shared machine drift: our planes first with their
+bounds, then with the peers. A bar is the median of the turns' ratios; every destination is checked by bytes once per
+system and cell.
 
     shm            memcpy         one thread, as many bytes between two mapped areas
     tcp            raw            one loopback stream, received into one area
@@ -99,15 +100,34 @@ def check(name: str, side: Side, cell: Cell, holder: Holder) -> float:
     return taken
 
 
-def measure(cell: Cell, sides: Mapping[str, Side], holder: Holder) -> Times:
-    for side in sides.values():
-        side.prepare(cell)
-    round_s = sum(check(name, side, cell, holder) for name, side in sides.items())
+def take_turns(sides: Mapping[str, Side], taken: Mapping[str, float]) -> Times:
+    """`taken`: seconds of each side before; none take no turns."""
     times: Times = {name: [] for name in sides}
-    for _ in range(min(MAX_TURNS, max(MIN_TURNS, int(CELL_S / round_s)))):
+    round_s = sum(taken[name] for name in sides)
+    for _ in range(min(MAX_TURNS, max(MIN_TURNS, int(CELL_S / round_s))) if sides else 0):
         for name, side in sides.items():
             times[name].append(side.copy())
     return times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Turns of our planes with their bounds, and with the peers: a peer leaves no cache as it was for who is next."""
+
+    with_bounds: Times
+    with_peers: Times
+
+
+def measure(cell: Cell, sides: Mapping[str, Side], holder: Holder) -> Measured:
+    for side in sides.values():
+        side.prepare(cell)
+    taken = {name: check(name, side, cell, holder) for name, side in sides.items()}
+    alone = {name: side for name, side in sides.items() if name not in PEERS}
+    compared = {name: side for name, side in sides.items() if name not in BOUNDS.values()}
+    return Measured(
+        with_bounds=take_turns(alone, taken),
+        with_peers=take_turns(compared if len(alone) < len(sides) else {}, taken),
+    )
 
 
 def ratio(times: Times, ours: str, other: str) -> float:
@@ -119,9 +139,10 @@ def rate(times: Times, name: str, cell: Cell) -> float:
     return cell.runs.num_bytes / statistics.median(times[name]) / 1e9
 
 
-def bars_of(model: str, cell: Cell, times: Times) -> list[Bar]:
+def bars_of(model: str, cell: Cell, measured: Measured) -> list[Bar]:
     where = f"{model}, {cell.num_tokens} tokens, block {cell.block_size}, {cell.tables}"
-    pairs = [(plane, bound, aim_of_bound(plane, cell)) for plane, bound in BOUNDS.items()] + list(COMPARED)
+    pairs = [(measured.with_bounds, plane, bound, aim_of_bound(plane, cell)) for plane, bound in BOUNDS.items()]
+    pairs += [(measured.with_peers, *compared) for compared in COMPARED]
     return [
         Bar(
             name=f"{ours} / {other}, {where}",
@@ -130,9 +151,23 @@ def bars_of(model: str, cell: Cell, times: Times) -> list[Bar]:
             note=f"{rate(times, ours, cell):.2f} of {rate(times, other, cell):.2f} GB/s, "
             f"{1e3 * statistics.median(times[ours]):.2f} ms, {len(cell.runs)} runs",
         )
-        for ours, other, aim in pairs
+        for times, ours, other, aim in pairs
         if ours in times and other in times
     ]
+
+
+def figures_of(model: str, cell: Cell, measured: Measured) -> dict[str, object]:
+    """Of one cell, for machines to read."""
+    return {
+        "model": model,
+        "tokens": cell.num_tokens,
+        "block_size": cell.block_size,
+        "tables": cell.tables,
+        "runs": len(cell.runs),
+        "bytes": cell.runs.num_bytes,
+        "gb_per_s": {name: round(rate(measured.with_bounds, name, cell), 3) for name in measured.with_bounds},
+        "gb_per_s_with_peers": {name: round(rate(measured.with_peers, name, cell), 3) for name in measured.with_peers},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +184,7 @@ class Choice:
 @dataclass(slots=True)
 class Findings:
     bars: list[Bar] = field(default_factory=list)
-    rates: list[dict[str, object]] = field(default_factory=list)
+    cells: list[dict[str, object]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -192,12 +227,9 @@ def run_model(choice: Choice, model: str, block_size: int, findings: Findings) -
         findings.versions |= {name: side.version for name, side in sides.items() if isinstance(side, Peer)}
         gc.disable()
         for cell in todo:
-            times = measure(cell, sides, holder)
-            findings.bars += bars_of(model, cell, times)
-            kind = {"model": model, "tokens": cell.num_tokens, "block_size": block_size, "tables": cell.tables}
-            sizes = {"runs": len(cell.runs), "bytes": cell.runs.num_bytes, "turns": len(next(iter(times.values())))}
-            speeds = {name: round(rate(times, name, cell), 3) for name in times}
-            findings.rates.append({**kind, **sizes, "gb_per_s": speeds})
+            measured = measure(cell, sides, holder)
+            findings.bars += bars_of(model, cell, measured)
+            findings.cells.append(figures_of(model, cell, measured))
         gc.enable()
 
 
@@ -236,7 +268,7 @@ def main() -> int:
     details = {
         "cpus": os.cpu_count(),
         "kernel": platform.release(),
-        "cells": findings.rates,
+        "cells": findings.cells,
         "peers": findings.versions,
         "not measured": findings.refused,
     }

@@ -75,7 +75,7 @@ def test_a_run_measures_every_cell_of_our_planes_and_their_bounds() -> None:
     choice = transfer.Choice(models=["mla"], prompts=[32], block_sizes=[16], systems=["shm", "tcp"], peer_python=None)
     findings = transfer.Findings()
     transfer.run_model(choice, "mla", 16, findings)
-    assert [set(cell["gb_per_s"]) for cell in findings.rates] == [{"memcpy", "shm", "raw", "tcp"}] * 2  # type: ignore[call-overload]
+    assert [set(cell["gb_per_s"]) for cell in findings.cells] == [{"memcpy", "shm", "raw", "tcp"}] * 2  # type: ignore[call-overload]
     assert len({bar.name for bar in findings.bars}) == len(findings.bars) == 4
     assert [bar.aim for bar in findings.bars] == [0.85, 0.85, None, None]
 
