@@ -88,10 +88,12 @@ class Peer:
         await self._choose_plane(first.hello, planes, buffers)
         self.reading = asyncio.create_task(self._read())
 
-    def _plan_from(self, first: pb.HolderMessage, layout: EngineLayout) -> None:
+    def _plan_from(self, first: pb.HolderMessage | None, layout: EngineLayout) -> None:
         if first is EOF:
             message = f"{self.address} ended the handshake without a word"
             raise TransferFailed(message, TransferFailure.PEER_LOST)
+        if first is None:  # what grpc makes of bytes that are no message
+            self._refuse("does not fit this reader", ["what it says first is no message"])
         if not first.HasField("hello"):
             self._refuse("refuses this reader", list(first.refused.reasons) or ["it gives no reason"])
         reasons = reasons_against_holder(first.hello, self.incarnation, layout)
@@ -228,8 +230,9 @@ class Peer:
         finally:
             self._break(reason)
 
-    def _dispatch(self, message: pb.HolderMessage) -> None:
-        match message.WhichOneof("message"):
+    def _dispatch(self, message: pb.HolderMessage | None) -> None:
+        """None, which is what grpc makes of bytes that are no message, is ignored like messages of an unknown kind."""
+        match message and message.WhichOneof("message"):
             case "opened":
                 opened = OpenedTicket(message.opened)
                 if self._answer((opened.lease_id, opened.pull_id, "opened"), opened):
