@@ -37,7 +37,8 @@ LAYOUT = EngineLayout(
                      total_heads=2, dim=4, dtype="int8", num_bytes=32 * 9) for i in range(2)
     ),
 )  # fmt: skip
-NO_BUFFERS = Buffers(ptrs=(), lens=())
+MEMORY = np.zeros((2, 32 * 9), np.uint8)
+BUFFERS = Buffers(ptrs=tuple(row.ctypes.data for row in MEMORY), lens=(32 * 9, 32 * 9))
 TABLES = {"FullAttention": [3, 4]}
 READY = pb.Readiness(
     tables=[pb.BlockTable(attn_type="FullAttention", block_ids=[3, 4])], num_tokens=8, next_token=5
@@ -56,12 +57,19 @@ HOLDER_HELLO = pb.HolderMessage(
 )  # fmt: skip
 
 
+PIECE = pb.PieceDigest(
+    layer=1, cache_name="k_cache", first_token=1, num_tokens=2, first_head=0, num_heads=2, digest=5
+)  # fmt: skip
+
+
 def of_reader(lease_id: str) -> list[Message]:
     return [
         READER_HELLO,
         *(pb.ReaderMessage(open=pb.OpenTicket(lease_id=lease_id, pull_id=i)) for i in range(3)),
         pb.ReaderMessage(renew=pb.RenewTicket(lease_id=lease_id, pull_id=1)),
         pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id, pull_id=1)),
+        pb.ReaderMessage(confirm=pb.ConfirmTicket(lease_id=lease_id, pull_id=2, digests=[PIECE])),
+        pb.ReaderMessage(probe=pb.ProbeHolder(number=7)),
         pb.ReaderMessage(drop=pb.DropTicket(lease_id=lease_id, pull_id=2)),
     ]
 
@@ -77,6 +85,7 @@ def of_holder(lease_id: str) -> list[Message]:
         pb.HolderMessage(progress=pb.TicketProgress(lease_id=lease_id, ready=READY)),
         pb.HolderMessage(confirmed=pb.TicketConfirmed(lease_id=lease_id, pull_id=1, valid=True)),
         pb.HolderMessage(ended=pb.TicketEnded(lease_id=lease_id, reason="expired")),
+        pb.HolderMessage(probed=pb.HolderProbed(number=1, lease_id="probe")),
     ]
 
 
@@ -143,7 +152,7 @@ class Held:
     def __init__(self) -> None:
         self.released: list[RequestId] = []
         self.holder = Holder(incarnation="holder", layout=LAYOUT, lease_s=60.0, release_blocks=self.released.append)
-        self.holder.serve([MemoryPlane()], NO_BUFFERS)
+        self.holder.serve([MemoryPlane()], BUFFERS)
         self.num = 0
 
     def ticket(self) -> str:
@@ -169,16 +178,15 @@ class Held:
             await server.stop(None)
 
 
-async def pull(address: str, lease_id: str) -> bool:
+async def pull(address: str, lease_id: str) -> None:
     """Opens and confirms, as a reader does."""
     peer = Peer(address, "holder", timeout_s=20)
-    await peer.connect("reader", LAYOUT, [MemoryPlane()], NO_BUFFERS)
+    await peer.connect("reader", LAYOUT, [MemoryPlane()], BUFFERS)
     opened = await peer.open(lease_id)
     ready = await opened.more_than(0)
     assert (ready.tables, ready.next_token) == (TABLES, 5)
-    valid = await peer.confirm(opened)
+    await peer.confirm(opened)
     await peer.close()
-    return valid
 
 
 def test_damaged_messages_of_a_reader_change_no_lease_but_their_own() -> None:
@@ -190,9 +198,9 @@ def test_damaged_messages_of_a_reader_change_no_lease_but_their_own() -> None:
             held.holder._guard.register_reader(channel.token)
             for message in decoded(pb.ReaderMessage, damaged_bytes(of_reader(theirs), 20_000, 5)):
                 answer = held.holder._answer(channel, message)
-                assert answer is None or answer.WhichOneof("message") in ("opened", "confirmed", "ended")
+                assert answer is None or answer.WhichOneof("message") in ("opened", "confirmed", "ended", "probed")
             assert "r1" not in held.released
-            assert await pull(address, others)
+            await pull(address, others)
             held.holder._forget(channel)
         assert sorted(held.released) == ["r1", "r2"]
 
@@ -242,7 +250,7 @@ def test_raw_bytes_on_the_channel_of_a_holder_end_that_channel_alone() -> None:
             for i, one in enumerate(damaged_bytes(of_reader(theirs), 200, 7)):
                 await speak(channel, [hello, one] if i % 4 else [one])
             assert not held.holder._channels
-            assert await pull(address, others)
+            await pull(address, others)
         assert sorted(held.released) == ["r1", "r2"]
 
     run_async(scenario())
@@ -285,7 +293,7 @@ def test_raw_bytes_for_a_handshake_are_a_failed_transfer(first: bytes) -> None:
         async with raw_holder(first, []) as address:
             peer = Peer(address, "holder", timeout_s=20)
             with pytest.raises(TransferFailed):
-                await peer.connect("reader", LAYOUT, [MemoryPlane()], NO_BUFFERS)
+                await peer.connect("reader", LAYOUT, [MemoryPlane()], BUFFERS)
             await peer.close()
 
     run_async(scenario())
@@ -297,7 +305,7 @@ def test_raw_bytes_of_a_holder_do_not_end_the_reading_of_what_follows() -> None:
         rest = [b"\xff", *damaged_bytes(of_holder("other"), 300, 9)]
         async with raw_holder(fitting_hello(held), rest) as address:
             peer = Peer(address, "holder", timeout_s=20)
-            await peer.connect("reader", LAYOUT, [MemoryPlane()], NO_BUFFERS)
+            await peer.connect("reader", LAYOUT, [MemoryPlane()], BUFFERS)
             assert peer.reading is not None
             await asyncio.wait((peer.reading,))
             assert peer.reading.exception() is None
