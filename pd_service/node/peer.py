@@ -232,7 +232,8 @@ class Peer:
 
     def _dispatch(self, message: pb.HolderMessage | None) -> None:
         """None, which is what grpc makes of bytes that are no message, is ignored like messages of an unknown kind."""
-        match message and message.WhichOneof("message"):
+        message = message or pb.HolderMessage()
+        match message.WhichOneof("message"):
             case "opened":
                 opened = OpenedTicket(message.opened)
                 if self._answer((opened.lease_id, opened.pull_id, "opened"), opened):
