@@ -60,6 +60,43 @@ def test_status_shows_pools_and_engines(service: Served) -> None:
         assert word in done.stdout
 
 
+def test_a_request_can_be_explained_and_a_scrape_shows_its_engines(service: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    headers = {"x-request-id": "slow-one"}
+    assert httpx.post(f"{service.base_url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    done = cli("explain", "slow-one", "--address", service.grpc_address)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        "slow-one: finished",
+        "sent to prefill",
+        "first token",
+        "sent to decode",
+        "decoding",
+        "prefill/",
+        "MB",
+    ):
+        assert word in done.stdout
+    listed = json.loads(cli("explain", "--json", "--address", service.grpc_address).stdout)
+    assert listed["requests"][0]["request_id"] == "slow-one"
+    unknown = cli("explain", "nobody", "--address", service.grpc_address)
+    assert unknown.returncode == 1
+    assert "no request 'nobody' is known" in unknown.stderr
+    metrics = httpx.get(f"{service.base_url}/metrics", timeout=60).text
+    assert re.search(r'pd_engine_up\{engine="decode/\w+",role="decode"\} 1.0', metrics)
+    assert re.search(r'pd_pulls_confirmed_total\{engine="decode/\w+"\} [1-9]', metrics)
+
+
+def test_doctor_checks_the_pairs_of_a_running_service(service: Served) -> None:
+    done = cli("doctor", "--peer", "--address", service.grpc_address)
+    assert done.returncode == 0, done.stderr
+    for word in ("prefill/", "decode/", "shm", "ok", "buffers alike", "GB/s"):
+        assert word in done.stdout
+    refused = cli("doctor", "--peer", "--decode", "decode/none", "--address", service.grpc_address)
+    assert refused.returncode == 1
+    assert "no decode engine 'decode/none' serves" in refused.stderr
+    assert "need --peer" in cli("doctor", "--decode", "decode/none").stderr
+
+
 def test_what_the_user_can_mend_is_one_line(service: Served, tmp_path: Path) -> None:
     refused = cli("generate", "x", "--address", service.grpc_address, "--model", "other")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
