@@ -107,9 +107,9 @@ def rule(*operators: str) -> Callable[[Check], Check]:
     return register
 
 
-def rules_of(operator: str) -> list[str]:
-    """The names of its rules, in the order they are asked."""
-    return [check.__name__ for check in _CHECKS[operator]]
+def rules_of(operator: str) -> list[Check]:
+    """Its rules, in the order they are asked; each is named, and says what it demands."""
+    return list(_CHECKS[operator])
 
 
 def check(call: Call) -> None:
@@ -202,12 +202,14 @@ def norm_epsilon_is_given(a: Arguments) -> str | None:
 
 @rule("npu_rotary_mul")
 def rotary_mode_is_given(a: Arguments) -> str | None:
+    """half or interleave, said."""
     mode = a.get("rotary_mode")
     return None if mode in ("half", "interleave") else f"rotary_mode is {mode!r}; allowed: 'half', 'interleave'"
 
 
 @rule("npu_rotary_mul")
 def rotary_types(a: Arguments) -> str | None:
+    """float16, bfloat16 or float32, the same for all."""
     types = {name: tensor.dtype for name, tensor in a.tensors().items()}
     is_allowed = len(set(types.values())) == 1 and set(types.values()) <= set(FLOATS)
     return None if is_allowed else f"types {types}; one of {FLOATS} for all"

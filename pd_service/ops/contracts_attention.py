@@ -51,6 +51,7 @@ def attention_types(a: Arguments) -> str | None:
 
 @rule(OPERATOR)
 def attention_contiguous(a: Arguments) -> str | None:
+    """All tensors are contiguous."""
     apart = [name for name, tensor in a.tensors().items() if not tensor.is_contiguous()]
     return f"not contiguous: {', '.join(apart)}" if apart else None
 
