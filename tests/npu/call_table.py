@@ -27,7 +27,8 @@ _HEAD = """# What is called on an NPU
 
 Every operator of torch_npu that the service calls: its schema in torch_npu 2.13.0, the documented limits that
 `pd_service/ops/contracts*.py` check, and the calls of one prefill and one decode of every model family (small models,
-blocks of 128 tokens) on an emulated device. All else is computed by operators of torch itself.
+blocks of 128 tokens) on an emulated device, without the arguments that equal the schema's defaults. All else is
+computed by operators of torch itself.
 
 Checked against torch_npu 2.13.0's schemas and shape kernels, run on an emulated device, not run on Ascend hardware.
 Written by `python -m tests.npu.call_table`, in the environment of `make test-npu`.
