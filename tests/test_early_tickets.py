@@ -52,8 +52,8 @@ class Reads:
         self._read = node._reader._read
         node._reader._read = self._note_and_read  # type: ignore[method-assign]
 
-    def _note_and_read(self, peer: Any, order: Any, ready: Any, first: Any) -> Any:
-        result = self._read(peer, order, ready, first)
+    def _note_and_read(self, peer: Any, order: Any, ready: Any, *rest: Any) -> Any:
+        result = self._read(peer, order, ready, *rest)
         self.ends.append(ready.num_tokens)
         return result
 

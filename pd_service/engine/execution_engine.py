@@ -10,6 +10,7 @@ can go, without waiting for the step. The engine's state still has one owner, th
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -27,6 +28,8 @@ from pd_service.engine.step import Counters, ScheduledRequest, SchedulerLimits, 
 from pd_service.request import EngineRequest, EngineSampling, RequestId
 
 logger = logging.getLogger(__name__)
+
+MODEL_NICENESS = 5  # of the model's thread beside the others; a host without spare cores passes messages sooner so
 
 Batch = list[ScheduledRequest]
 
@@ -201,7 +204,7 @@ class EngineLoop:
             self._failed(error)
 
     def _run_steps(self) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="model") as model_thread:
+        with ThreadPoolExecutor(1, thread_name_prefix="model", initializer=_give_way) as model_thread:
             while not self._stopping:
                 self.turns += 1
                 self._drain()
@@ -249,3 +252,8 @@ class EngineLoop:
     def _check_when_idle(self) -> None:
         if __debug__ and logger.isEnabledFor(logging.DEBUG):
             self._engine.scheduler.check()
+
+
+def _give_way() -> None:
+    """In the model's thread: whoever has a message to pass on comes before whoever computes."""
+    os.nice(MODEL_NICENESS)

@@ -35,9 +35,9 @@ class Ready:
 
 
 class OpenedTicket:
-    """`lease_s` is the time for which the lease lives without renewal, `completed_at` when all was known to be ready.
+    """`ready` is how far the holder has come, `lease_s` the time for which the lease lives without renewal.
 
-    In seconds, the latter on the monotonic clock.
+    `completed_at` is when all was known to be ready, in seconds on the monotonic clock.
     """
 
     def __init__(self, opened: pb.TicketOpened) -> None:
@@ -53,8 +53,8 @@ class OpenedTicket:
 
     def advance(self, message: pb.Readiness) -> None:
         """The holder says how far it has come."""
-        self._ready = Ready.from_wire(message)
-        if self.completed_at is None and self._ready.next_token is not None:
+        self.ready = Ready.from_wire(message)
+        if self.completed_at is None and self.ready.next_token is not None:
             self.completed_at = monotonic()
         self._changed.set()
 
@@ -72,7 +72,7 @@ class OpenedTicket:
         """Waits until more tokens are ready than these, or all and the next one is known. Raises TransferFailed."""
         while True:
             self.check()
-            if self._ready.num_tokens > num_tokens or self._ready.next_token is not None:
-                return self._ready
+            if self.ready.num_tokens > num_tokens or self.ready.next_token is not None:
+                return self.ready
             self._changed.clear()
             await self._changed.wait()

@@ -31,7 +31,7 @@ from pd_service.rpc.engine_pb2 import Choice, PeerReport
 from transfer.digest import Digests, KvDigests
 from transfer.layout import EngineLayout
 from transfer.plan import BlockTables
-from transfer.planes.base import Buffers, Plane
+from transfer.planes.base import Buffers, Plane, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,14 @@ class Claim:
     def _renew(self, peer: Peer, opened: OpenedTicket) -> None:
         peer.renew(opened)
         self._keep(peer, opened)
+
+
+class _Plan(NamedTuple):
+    """What to read from the holder's blocks `tables`; `plan_s` is what it took to find out."""
+
+    tables: BlockTables
+    runs: Runs
+    plan_s: float
 
 
 class _Read(NamedTuple):
@@ -256,17 +264,30 @@ class Reader:
         loop = asyncio.get_running_loop()
         reads: list[_Read] = []
         num_read, first = order.first_token, dict.fromkeys(order.tables, order.first_token)
+        plan: _Plan | None = None
+        if opened.ready.next_token is None:
+            plan = await loop.run_in_executor(self._threads, self._plan_ahead, peer, order, opened.ready.tables)
         while True:
             ready = await opened.more_than(num_read)
             part = {attn_type: token for attn_type, token in first.items() if attn_type in ready.tables}
-            reads.append(await loop.run_in_executor(self._threads, self._read, peer, order, ready, part))
+            reads.append(await loop.run_in_executor(self._threads, self._read, peer, order, ready, part, plan))
             if ready.next_token is not None:
                 return ready.next_token, reads
-            num_read = ready.num_tokens
+            num_read, plan = ready.num_tokens, None
             first |= dict.fromkeys(part, num_read)
 
-    def _read(self, peer: Peer, order: PullOrder, ready: Ready, first: Mapping[str, int]) -> _Read:
-        """In a thread: plans and reads the tokens from `first`, by attention type, up to those that are ready."""
+    def _plan_ahead(self, peer: Peer, order: PullOrder, tables: BlockTables) -> _Plan | None:
+        """In a thread: how all would be read at once, if the holder has all its blocks already; else None."""
+        assert peer.planner is not None
+        planned_at, num_tokens = monotonic(), order.ticket.num_tokens
+        try:
+            runs = peer.planner.plan(tables, order.tables, order.first_token, num_tokens)
+        except ValueError:
+            return None
+        return _Plan(tables, runs, monotonic() - planned_at)
+
+    def _plan(self, peer: Peer, order: PullOrder, ready: Ready, first: Mapping[str, int]) -> _Plan:
+        """The tokens from `first`, by attention type, up to those that are ready."""
         assert peer.planner is not None
         planned_at, num_tokens = monotonic(), order.ticket.num_tokens
         end = num_tokens if ready.next_token is not None else ready.num_tokens
@@ -274,13 +295,22 @@ class Reader:
             runs = peer.planner.plan(ready.tables, order.tables, first, end, num_tokens)
         except ValueError as error:
             raise TransferFailed(f"what {peer.address} holds cannot be read: {error}") from error
-        started_at = monotonic()
+        return _Plan(ready.tables, runs, monotonic() - planned_at)
+
+    def _read(self, peer: Peer, order: PullOrder, ready: Ready, first: Mapping[str, int], plan: _Plan | None) -> _Read:
+        """In a thread: reads the tokens from `first`, by attention type, up to those that are ready.
+
+        A `plan` made ahead counts if it is for all of them and the blocks are those it was made for.
+        """
+        if plan is None or ready.next_token is None or plan.tables != ready.tables:
+            plan = self._plan(peer, order, ready, first)
+        runs, started_at = plan.runs, monotonic()
         peer.read(order.ticket.lease_id, runs)
         ended_at = monotonic()
         digests = self._digests(peer, order, ready.tables) if ready.next_token is not None else {}
         digest_s = monotonic() - ended_at
         return _Read(
-            runs.num_bytes, len(runs), started_at - planned_at, started_at, ended_at, digests, digest_s
+            runs.num_bytes, len(runs), plan.plan_s, started_at, ended_at, digests, digest_s
         )  # fmt: skip
 
     def _digests(self, peer: Peer, order: PullOrder, source_tables: BlockTables) -> Digests:
