@@ -9,6 +9,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -231,3 +233,28 @@ def test_a_stop_leaves_nothing_even_right_after_the_controller_was_killed(servic
     assert not head.workers("EngineActor")
     again = cli("stop", "--ray-address", head.address, environment=head.environment)
     assert re.search("no service named 'pd-service' is in this Ray cluster", again.stderr)
+
+
+ORPHAN = """
+import asyncio, sys, time
+from pathlib import Path
+import ray
+from pd_service.cluster.ray_engines import RayEngines
+from pd_service.cluster.ray_names import find_actor, placements
+from pd_service.config import ServiceConfig
+
+ray.init(address=sys.argv[1], namespace="orphans", log_to_driver=False, logging_level="ERROR")
+config = ServiceConfig.model_validate({"supervision": {"orphan_s": 1}})
+engines = RayEngines(config, Path(sys.argv[2]), None, "orphans", "a service that is gone")
+asyncio.run(engines.start("decode/1", "decode", print))
+assert placements("orphans").keys() == {"decode/1"}
+while placements("orphans") or find_actor("decode/1") is not None:
+    time.sleep(0.05)
+print("gone")
+"""
+
+
+def test_an_engine_that_no_controller_looks_at_ends_itself(head: RayHead, tiny_model_dir: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN, head.address, str(tiny_model_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, env=head.environment, timeout=60, check=False)
+    assert done.stdout == "gone\n", done.stderr
