@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "no growth is promised",
         ADMISSION,
-        "len(state.token_ids) + self._block_size, tokens",
-        "len(state.token_ids), tokens",
+        "state.num_known + self._block_size, tokens",
+        "state.num_known, tokens",
     ),
     Mutant("secured requests are promised one block", ADMISSION, "if not self.is_secured(state):", "if True:"),
     Mutant("every request is promised all", ADMISSION, "if not self.is_secured(state):", "if False:"),
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "a ticket's tokens count as pending",
         ADMISSION,
-        "len(state.token_ids) - 1 if state.takes_ticket else state.num_computed",
+        "state.num_received if state.takes_ticket else state.num_computed",
         "state.num_computed",
     ),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "pulled tokens are one too many",
         SCHEDULER,
-        "self._note_computed(state, len(state.token_ids) - 1)",
-        "self._note_computed(state, len(state.token_ids))",
+        "self._note_computed(state, state.num_received)",
+        "self._note_computed(state, state.num_received + 1)",
     ),
     Mutant("what is cached is pulled again", SCHEDULER, "first_token=state.cached_tokens", "first_token=0"),
     Mutant("a preempted request pulls again", SCHEDULER, "state.takes_ticket = False", "pass"),
@@ -134,9 +134,29 @@ MUTANTS = (
         "if finish is FinishReason.PREFILLED:\n            self._hold(state)",
         "if False:\n            pass",
     ),
+    Mutant("a lease of one token too few", SCHEDULER, "num_tokens=state.num_given", "num_tokens=state.num_given - 1"),
     Mutant(
-        "a lease of one token too few", SCHEDULER, "num_tokens=len(tokens), token", "num_tokens=len(tokens) - 1, token"
+        "a preempted prompt is not withdrawn",
+        SCHEDULER,
+        "self._withdraw_hold(state)\n        self._free_blocks(state)\n        state.num_computed = 0",
+        "self._free_blocks(state)\n        state.num_computed = 0",
     ),
+    Mutant(
+        "a prompt that ends is not withdrawn",
+        SCHEDULER,
+        "self._withdraw_hold(state)\n        self._free_blocks(state)\n        del",
+        "self._free_blocks(state)\n        del",
+    ),
+    Mutant("a complete lease is withdrawn", SCHEDULER, " and state.status is not Status.HELD:", ":"),
+    Mutant("blocks that go back are told", SCHEDULER, "if key in self._growing}", "}"),
+    Mutant("more is told than is ready", SCHEDULER, "num_ready=state.num_computed", "num_ready=state.num_computed + 1"),
+    Mutant("the token that comes is asked for", STATE, "self.num_given += 1", "pass"),
+    Mutant("the token that comes is lost", SCHEDULER, "state.give(next_token)", "pass"),
+    Mutant("the token that comes is nowhere counted", STATE, "+ (self.takes_ticket and self.request.gets_token)", ""),
+    Mutant(
+        "the token that comes hides a full block", ADMISSION, "if state.num_known > len(state.token_ids):", "if False:"
+    ),
+    Mutant("any number is a token", SCHEDULER, "if not 0 <= next_token < self._limits.vocab_size:", "if False:"),
     # steps
     Mutant(
         "guesses are not charged to the budget",
@@ -228,8 +248,8 @@ MUTANTS = (
     Mutant(
         "cached tokens count as received",
         SCHEDULER,
-        "len(state.token_ids) - 1 - state.cached_tokens",
-        "len(state.token_ids) - 1",
+        "state.num_received - state.cached_tokens",
+        "state.num_received",
     ),
     Mutant(
         "a stop token behind a guess is delivered",
@@ -267,8 +287,8 @@ MUTANTS = (
     Mutant(
         "a request of the greatest length is refused",
         CHECK,
-        "length + request.max_new_tokens > limits",
-        "length + request.max_new_tokens >= limits",
+        "request.max_new_tokens > limits",
+        "request.max_new_tokens >= limits",
     ),
     Mutant(
         "the last token generated needs a slot",
@@ -323,7 +343,8 @@ PLANTING = Planting(
     "pd_service/engine",
     ["kv_cache", "transfer", "pd_service", "tests"],
     [
-        ["tests/test_scheduler_progress.py", "tests/test_engine_lives.py", "tests/test_scheduler.py"],
+        ["tests/test_scheduler_progress.py", "tests/test_scheduler_early.py"],
+        ["tests/test_engine_lives.py", "tests/test_scheduler.py"],
         ["tests/test_speculation.py", "tests/test_integer_model.py"],
         ["tests/test_models_deepseek_draft.py", "tests/test_prompt_identity.py"],
         ["tests/test_split_equals_whole.py"],

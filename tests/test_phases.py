@@ -53,6 +53,17 @@ def test_each_moment_of_a_round_falls_into_its_phase() -> None:
     assert (phases.wire_ms, phases.kv_bytes, phases.plane, phases.retries) == (5.0, 64, "shm", 0)
 
 
+def test_what_was_moved_while_the_prompt_was_computed_is_no_part_of_any_phase() -> None:
+    phases = Phases(mark=0.0)
+    phases.prefilled(0.050, EngineTimes(compute_ms=30.0))
+    times = EngineTimes(wire_ms=3.0, hidden_wire_ms=9.0, kv_bytes=64, hidden_kv_bytes=48, plan_ms=1.5, num_runs=7)
+    phases.handed_over(0.052, times)
+    assert parts(phases) == pytest.approx([20.0, 30.0, 2.0, 0.0, 0.0, 0.0])
+    assert phases.wire_ms == pytest.approx(2.0)  # never more than the transfer it is a part of
+    assert (phases.hidden_wire_ms, phases.plan_ms) == (9.0, 1.5)
+    assert (phases.kv_bytes, phases.hidden_kv_bytes, phases.num_runs) == (64, 48, 7)
+
+
 def test_a_lost_round_is_waiting_and_the_next_one_adds_to_the_same_phases() -> None:
     phases = Phases(mark=0.0)
     phases.prefilled(0.010, EngineTimes(compute_ms=10.0))

@@ -87,6 +87,18 @@ def test_chunks_move_together_what_one_read_moves(read: Read, cuts: list[int]) -
 
 
 @given(reads())
+def test_each_attention_type_can_be_read_by_itself_without_the_tables_of_others(read: Read) -> None:
+    planner = ReadPlanner(read.source, read.dest, read.rank)
+    moved = []
+    for attn_type in {buffer.attn_type for buffer in read.dest.buffers}:
+        tables = [
+            {key: table[key] for key in table if key == attn_type} for table in (read.source_tables, read.dest_tables)
+        ]
+        moved += runs_of(planner.plan(*tables, {attn_type: read.first}, read.end, read.resume))
+    assert sorted(moved) == sorted(runs_of(planned(read)))
+
+
+@given(reads())
 def test_the_report_counts_the_runs_of_each_source_rank(read: Read) -> None:
     plan = planned(read)
     lengths: dict[int, list[int]] = {rank: [] for rank in ReadPlanner(read.source, read.dest, read.rank).source_ranks}
