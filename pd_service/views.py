@@ -166,7 +166,7 @@ def peers_table(checked: admin_pb2.CheckPeersResponse) -> Table:
     table.add_column("finding", overflow="fold")
     for pair in checked.pairs:
         table.add_row(pair.prefill, pair.decode, *_peer_row(pair.report))
-    table.caption = "GB/s: of the plane, reading blocks that hold no data, again and again; pulls get no more"
+    table.caption = "GB/s: of the plane, one block at a time of those that hold no data; neighbouring blocks go faster"
     return table
 
 

@@ -14,20 +14,24 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_service.channels import server_options
 from pd_service.config import EngineSettings
+from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailure
 from pd_service.gateway.admin_door import AdminServicer
 from pd_service.gateway.engines import EngineMember
 from pd_service.gateway.recent import RecentRequests
 from pd_service.gateway.scrape import ServiceScrape, merged
 from pd_service.metrics import GatewayMetrics
+from pd_service.node.engine_metrics import EngineMetrics
 from pd_service.node.peer_probe import null_block_runs
 from pd_service.rpc import admin_pb2, admin_pb2_grpc, engine_pb2, engine_pb2_grpc
+from pd_service.rpc.engine_pb2 import EngineStatus
 from tests.channel_ends import LAYOUT, holder_end, reader_end
 from tests.local_cluster import LocalCluster, local_cluster
 from tests.one_loop import run_async
 from transfer.planes.base import PlaneError, Runs
 
 PROMPT = list(range(3, 40))
+PARTS = ("plan", "wait", "wire", "exposed_wire", "confirm")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -66,7 +70,7 @@ def test_a_scrape_says_what_every_engine_did_as_its_status_does(tiny_model_dir: 
                 assert value(found, "pd_pull_bytes_total", engine=name) == status.pull_bytes
                 assert value(found, "pd_pull_runs_total", engine=name) == status.pull_runs
                 assert value(found, "pd_engine_tokens_total", engine=name, kind="received") == status.received_tokens
-                for part in ("plan", "wait", "wire", "confirm") if pulls else ():
+                for part in PARTS if pulls else ():
                     assert value(found, "pd_pull_seconds_count", engine=name, part=part) == pulls
             assert num_pulls == 6
             same = value(found, "pd_digests_total", engine="prefill/0", result="same")
@@ -84,6 +88,17 @@ def test_every_reason_of_a_failed_hand_over_is_shown_from_the_start(tiny_model_d
             assert value(found, "pd_pull_failures_total", engine="decode/1", reason=reason.value) == 0
 
     run_async(scenario())
+
+
+def test_the_parts_of_a_pull_are_the_whole_of_it_and_its_rate_counts_all_time_on_the_wire() -> None:
+    metrics = EngineMetrics(EngineStatus)
+    metrics.observe_pull(
+        PullStats(plan_ms=1.0, received_ms=20.0, wire_ms=2.0, hidden_wire_ms=6.0, confirm_ms=0.5, kv_bytes=16_000_000)
+    )
+    found = samples(metrics.render())
+    sums = {part: value(found, "pd_pull_seconds_sum", part=part) * 1e3 for part in PARTS}
+    assert sums == pytest.approx({"plan": 1.0, "wait": 11.0, "wire": 8.0, "exposed_wire": 2.0, "confirm": 0.5})
+    assert value(found, "pd_pull_bytes_per_second_sum") == pytest.approx(2e9)
 
 
 class Silent(engine_pb2_grpc.EngineServicer):

@@ -25,7 +25,8 @@ class EngineMetrics:
         self._registry.register(_StatusCollector(status))
         self._pull_s = Histogram(
             "pd_pull_seconds",
-            "Time of a confirmed pull in each part: plan, wait (for blocks and for the holder), wire, confirm.",
+            "Time of a confirmed pull in each part: plan, wait (for blocks and for the holder), wire, confirm; "
+            "exposed_wire is what of wire came after the prompt was computed.",
             ["part"],
             buckets=_PULL_BUCKETS_S,
             registry=self._registry,
@@ -39,11 +40,12 @@ class EngineMetrics:
 
     def observe_pull(self, stats: PullStats) -> None:
         """A pull was confirmed."""
-        wire_ms = stats.wire_ms
+        wire_ms = stats.wire_ms + stats.hidden_wire_ms
         parts_ms = {
             "plan": stats.plan_ms,
             "wait": max(0.0, stats.received_ms - stats.plan_ms - wire_ms),
             "wire": wire_ms,
+            "exposed_wire": stats.wire_ms,
             "confirm": stats.confirm_ms,
         }
         for part, ms in parts_ms.items():

@@ -1,7 +1,8 @@
 """How far away a holder is, and how fast its data plane brings bytes, without reading any request's KV.
 
 What is read is the null block of every buffer, again and again, into memory of its own: the guard stays strict, the
-cache is not touched. The source is small and stays in the processor's cache, so the figure is the most a pull can get.
+cache is not touched. The figure is that of scattered blocks whose source lies in the processor's cache: a pull of
+neighbouring blocks moves longer runs and can be faster, one of a large cache has to fetch them and can be slower.
 """
 
 from __future__ import annotations
