@@ -7,8 +7,8 @@
 `HeapStorage` is private memory of a device, `SharedStorage` is an anonymous shared file that other processes of the
 host can map. Both are zero from the start without being written. Host memory is backed with pages by a thread that
 takes idle time only: construction does not wait for gigabytes of them, and requests seldom meet a page that is missing.
-The pages are huge where the kernel has them: a scattered read of small pages spends a third of its time on translating
-addresses, and a first read from another process meets 512 times as many missing ones.
+The pages are huge where the kernel has them: scattered reads of small pages were measured to take a fifth more time,
+and a first read from another process meets 512 times as many missing ones.
 Pieces stay valid as long as a tensor refers to them, whatever happens to the storage.
 """
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_cache import cache_storage, shared_file
 from kv_cache.cache_storage import ALIGNMENT, CacheStorage, HeapStorage, SharedStorage
 
 NewStorage = Callable[..., CacheStorage]
@@ -99,9 +100,7 @@ def test_memory_is_backed_unasked_and_keeps_what_was_written_meanwhile() -> None
     with SharedStorage(32 * ALIGNMENT) as storage:
         piece = storage.allocate(32 * ALIGNMENT)
         piece[:: mmap.PAGESIZE] = 7  # while the thread is at it
-        for thread in threading.enumerate():
-            if thread.name == "commit":
-                thread.join()
+        wait_until_backed()
         assert os.fstat(storage.fd).st_blocks * 512 == storage.num_bytes
         assert piece[:: mmap.PAGESIZE].eq(7).all()
         assert not piece[1 :: mmap.PAGESIZE].any()
@@ -131,6 +130,54 @@ def test_the_shared_file_cannot_be_written_but_through_the_owners_mapping() -> N
 def test_the_shared_memory_begins_where_huge_pages_do() -> None:
     with SharedStorage(1) as storage:
         assert storage.base_ptr % ALIGNMENT == 0
+
+
+def wait_until_backed() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "commit":
+            thread.join()
+
+
+def in_huge_pages(address: int) -> int:
+    """Bytes of the shared mapping that begins there."""
+    start = Path("/proc/self/smaps").read_text().split(f"\n{address:x}-")[1]
+    return int(start.split("ShmemPmdMapped:")[1].split()[0]) * 1024
+
+
+def test_shared_memory_is_backed_by_huge_pages_where_the_kernel_makes_them() -> None:
+    with SharedStorage(3 * ALIGNMENT) as storage:
+        storage.allocate(1).fill_(7)
+        wait_until_backed()
+        if cache_storage._LIBC.madvise(storage.base_ptr, ALIGNMENT, cache_storage._MADV_COLLAPSE) != 0:
+            pytest.skip("this kernel makes no huge pages of shared memory")
+        assert in_huge_pages(storage.base_ptr) == storage.num_bytes
+
+
+def test_a_kernel_without_huge_pages_backs_the_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_storage, "_MADV_COLLAPSE", 9999)  # no advice that a kernel knows
+    with SharedStorage(3 * ALIGNMENT) as storage:
+        wait_until_backed()
+        assert os.fstat(storage.fd).st_blocks * 512 == storage.num_bytes
+
+
+def test_a_kernel_without_the_writers_seal_keeps_the_size_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_file, "_F_SEAL_FUTURE_WRITE", 1 << 20)  # no seal that a kernel knows
+    with SharedStorage(1) as storage, pytest.raises(PermissionError):
+        os.ftruncate(storage.fd, 0)
+
+
+def reserved_sizes() -> set[int]:
+    """Bytes of each stretch of addresses that is taken and not accessible."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [[int(end, 16) for end in line[0].split("-")] for line in lines if line[1] == "---p"]
+    return {end - start for start, end in ends}
+
+
+def test_a_file_that_cannot_be_mapped_leaves_no_reservation() -> None:
+    size = 123 * ALIGNMENT  # like no other
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        shared_file.map_aligned(1 << 20, size, ALIGNMENT)
+    assert size + ALIGNMENT not in reserved_sizes()
 
 
 def test_close_leaves_neither_descriptor_nor_mapping() -> None:

@@ -15,6 +15,7 @@ from plane_memory import NAME, SECRET, Open, Region, Secret, random_runs, runs_o
 from plane_suite import TIMEOUT_S, read_and_compare
 
 from transfer.planes.base import PlaneError, PlaneUnavailable
+from transfer.planes.mapping import ReadOnlyMapping
 from transfer.planes.shm import ShmPlane, ShmServer
 
 PLANE = ShmPlane()
@@ -117,6 +118,27 @@ def test_twenty_rounds_of_connect_and_close_leave_nothing_behind(regions: tuple[
             end.close()
     assert traces() == before
     assert set(Path("/dev/shm").iterdir()) == shared_files
+
+
+def reserved_sizes() -> set[int]:
+    """Bytes of each stretch of addresses that is taken and not accessible."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [[int(end, 16) for end in line[0].split("-")] for line in lines if line[1] == "---p"]
+    return {end - start for start, end in ends}
+
+
+def test_a_mapping_leaves_no_reservation_whether_it_was_made_or_not(regions: tuple[Region, Region]) -> None:
+    size = 123 << 21  # like no other
+    read_end, write_end = os.pipe()
+    with pytest.raises(OSError, match="No such device"):
+        ReadOnlyMapping(read_end, size)
+    mapping = ReadOnlyMapping(regions[0].fd, size)  # longer than its file, which nobody looks at here
+    assert mapping.address % (2 << 20) == 0
+    mapping.close()
+    mapping.close()
+    assert not {size, size + (2 << 20)} & reserved_sizes()
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_another_users_process_reads_what_its_token_opens_and_nothing_without(regions: tuple[Region, Region]) -> None:
