@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from time import monotonic
 
 import grpc
 import mutations
@@ -22,7 +23,8 @@ from pd_service.node.holder import Holder, _Channel
 from pd_service.node.layout_wire import layout_from_wire, layout_to_wire
 from pd_service.node.opened_ticket import OpenedTicket, Ready
 from pd_service.node.peer import Peer
-from pd_service.request import RequestId
+from pd_service.node.reader import MIN_RENEWAL_S, Claim
+from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2 as pb
 from pd_service.rpc import kv_transfer_pb2_grpc
 from tests.one_loop import run_async
@@ -312,5 +314,30 @@ def test_raw_bytes_of_a_holder_do_not_end_the_reading_of_what_follows() -> None:
             assert peer.broken == "the holder closed the channel"
             await peer.close()
         held.holder.close()
+
+    run_async(scenario())
+
+
+def test_a_holder_that_names_no_time_is_not_flooded_with_renewals() -> None:
+    class Counting(Peer):
+        num_renewals = 0
+
+        def renew(self, opened: OpenedTicket) -> None:
+            self.num_renewals += 1
+
+    async def scenario() -> None:
+        peer = Counting("nowhere", "holder", timeout_s=20)
+
+        async def opening() -> tuple[Peer, OpenedTicket]:
+            return peer, OpenedTicket(pb.TicketOpened(lease_id="lease", lease_ms=0))
+
+        ticket = Ticket(address="nowhere", incarnation="holder", lease_id="lease", num_tokens=8, token_digest=b"d" * 16)
+        began_at = monotonic()
+        claim = Claim(ticket, asyncio.create_task(opening()))
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+        claim.end(dropped=False)
+        assert peer.num_renewals <= (monotonic() - began_at) / MIN_RENEWAL_S
+        await peer.close()
 
     run_async(scenario())

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MIN_RENEWAL_S = 0.01  # between two renewals, however short a lease a holder names
 REFUSAL_PAUSE_S = 5.0  # until a ticket may try a holder again with which this engine cannot work
 
 _HolderKey = tuple[str, str]  # address, incarnation
@@ -93,7 +94,8 @@ class Claim:
 
     def _keep(self, peer: Peer, opened: OpenedTicket) -> None:
         # A third of the lease: two renewals may get lost or late before it ends.
-        self._renewal = asyncio.get_running_loop().call_later(opened.lease_s / 3, self._renew, peer, opened)
+        pause_s = max(MIN_RENEWAL_S, opened.lease_s / 3)
+        self._renewal = asyncio.get_running_loop().call_later(pause_s, self._renew, peer, opened)
 
     def _renew(self, peer: Peer, opened: OpenedTicket) -> None:
         peer.renew(opened)
