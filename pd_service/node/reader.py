@@ -344,7 +344,7 @@ class Reader:
         try:
             await peer.connect(self._incarnation, self._layout, self._planes, self._buffers)
         except BaseException as error:
-            logger.warning("cannot read from %s: %s", address, error)
+            logger.warning("cannot read from %s: %s", address, str(error))  # a record may live, the channel must not
             self._forget(peer)
             if peer.refusal is not None:
                 self._remember_refusal((address, incarnation), peer.refusal)
