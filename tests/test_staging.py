@@ -18,7 +18,7 @@ from transfer.planes.tcp import TcpPlane
 
 torch.set_num_threads(1)
 
-NOWHERE = Buffers(ptrs=(8, 8), lens=(400, 200))  # addresses that must not be touched
+NOWHERE = Buffers(ptrs=(8, 8), lens=(400, 200), is_addressable=False)  # addresses that must not be touched
 RUNS = runs_of((0, 10, 1, 20, 30), (1, 100, 0, 0, 100), (0, 399, 0, 399, 1))
 
 
@@ -132,3 +132,25 @@ def test_a_device_that_the_host_can_address_keeps_its_planes() -> None:
     side.device.is_addressable = True
     planes = [make_plane(name, host="127.0.0.1") for name in ("memory", "tcp")]
     assert reachable_planes(planes, side.device, side.tensors) == planes
+
+
+def test_memory_of_the_host_is_filled_without_the_device() -> None:
+    """As when a plane is measured: whatever is read goes there and nowhere else."""
+    holder, reader = Side(1), Side(2)
+    before, scratch = reader.bytes(), np.zeros(2000, np.uint8)
+    tcp = make_plane("tcp", host="127.0.0.1")
+    (served,) = reachable_planes([tcp], holder.device, holder.tensors)
+    (joining,) = reachable_planes([tcp], reader.device, reader.tensors)
+    server = served.serve(NOWHERE, Open())
+    buffers = Buffers(ptrs=(scratch.ctypes.data,), lens=(len(scratch),))
+    joined = joining.connect(server.endpoint, b"token", buffers)
+    try:
+        run = {"src_buffer": 0, "src_offset": 10, "dst_buffer": 0, "dst_offset": 5, "length": 30}
+        joined.read("lease", Runs(**{name: np.array([number]) for name, number in run.items()}), 10.0)
+    finally:
+        joined.close()
+        server.close()
+    np.testing.assert_array_equal(scratch[5:35], holder.bytes()[0][10:40])
+    assert reader.device.num_copied == 0
+    for ours, theirs in zip(before, reader.bytes(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

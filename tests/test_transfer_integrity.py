@@ -196,3 +196,16 @@ def test_digests_of_what_the_holder_has_not_are_a_no_and_disturb_nobody(piece: P
             assert end.has_right_bytes(0)
 
     run_async(scenario())
+
+
+@pytest.mark.parametrize("side", ["holder", "reader"])
+def test_memory_that_the_host_cannot_read_is_not_compared(side: str) -> None:
+    async def scenario() -> None:
+        async with holder_end() as holder, reader_end("shm") as end:
+            end.reader._digest_sample_rate = 1.0
+            (holder.holder if side == "holder" else end.reader)._kv_digests = None
+            await end.pull(holder.hold(0))
+            assert end.has_right_bytes(0)
+            assert (holder.holder.counts.digests_same, holder.holder.counts.leases_ended["confirmed"]) == (0, 1)
+
+    run_async(scenario())

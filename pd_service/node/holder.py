@@ -78,13 +78,15 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self._timer: asyncio.TimerHandle | None = None
         self.refused_planes: dict[str, str] = {}
         self._comparing = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._kv_digests: KvDigests | None = None  # None: the cache is in memory that the host cannot read
         self.counts = HolderCounts()
 
     # ---- data planes
 
     def serve(self, planes: Sequence[Plane], buffers: Buffers) -> None:
         """Offers these planes, best first; one that cannot serve here is left out and its reason kept."""
-        self._kv_digests = KvDigests(self._layout.of_rank(0), buffers)
+        if buffers.is_addressable:
+            self._kv_digests = KvDigests(self._layout.of_rank(0), buffers)
         for plane in planes:
             try:
                 self._servers[plane.name] = plane.serve(buffers, self._guard)
@@ -246,10 +248,10 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
                 return self._open(channel, message.open, now)
             case "renew":
                 return self._renew(channel, message.renew, now)
-            case "confirm" if message.confirm.digests and message.confirm.lease_id in self._held:
-                self._compare_and_confirm(channel, message.confirm)
+            case "confirm" if self._kv_digests and message.confirm.digests and message.confirm.lease_id in self._held:
+                self._compare_and_confirm(channel, message.confirm, self._kv_digests)
             case "confirm":
-                return self._confirm(channel, message.confirm, ())
+                return self._confirm(channel, message.confirm, num_compared=0)
             case "drop":
                 pull = Pull(channel, message.drop.pull_id)
                 self._left(message.drop.lease_id, pull, self._leases.drop(message.drop.lease_id, pull, now))
@@ -294,20 +296,21 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self.counts.lease_refusals += 1
         return None if self._leases.is_live(lease_id, now) else _ended(lease_id)
 
-    def _compare_and_confirm(self, channel: _Channel, asked: pb.ConfirmTicket) -> None:
+    def _compare_and_confirm(self, channel: _Channel, asked: pb.ConfirmTicket, ours: KvDigests) -> None:
         """Beside this loop, since memory is read: neither this channel's other messages nor other readers wait."""
         theirs, tables = digests_from_wire(asked.digests), self._held[asked.lease_id].hold.tables
-        comparing = asyncio.get_running_loop().run_in_executor(
-            self._comparing, self._kv_digests.differing, theirs, tables
-        )
+        comparing = asyncio.get_running_loop().run_in_executor(self._comparing, ours.differing, theirs, tables)
 
         def compared(done: asyncio.Future[list[Piece]]) -> None:
             if not done.cancelled():
-                channel.outbox.put_nowait(self._confirm(channel, asked, done.result()))
+                answer = self._confirm(channel, asked, num_compared=len(theirs), differing=done.result())
+                channel.outbox.put_nowait(answer)
 
         comparing.add_done_callback(compared)
 
-    def _confirm(self, channel: _Channel, asked: pb.ConfirmTicket, differing: Sequence[Piece]) -> pb.HolderMessage:
+    def _confirm(
+        self, channel: _Channel, asked: pb.ConfirmTicket, *, num_compared: int, differing: Sequence[Piece] = ()
+    ) -> pb.HolderMessage:
         """Yes only if the lease has lived until now. Only then a difference means something: blocks have stayed."""
         pull, now = Pull(channel, asked.pull_id), monotonic()
         leave = self._leases.drop if differing else self._leases.confirm
@@ -317,7 +320,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             answer = pb.TicketConfirmed(lease_id=asked.lease_id, pull_id=asked.pull_id, valid=False)
             return pb.HolderMessage(confirmed=answer)
         self.counts.digests_different += len(differing)
-        self.counts.digests_same += len(asked.digests) - len(differing)
+        self.counts.digests_same += num_compared - len(differing)
         places = describe_places(differing)
         if differing:
             request_id = self._held[asked.lease_id].hold.request_id

@@ -116,7 +116,8 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
         shared = None
         if isinstance(storage, SharedStorage):
             shared = SharedMemory(fd=storage.fd, base_ptr=storage.base_ptr, num_bytes=storage.num_bytes)
-        return Buffers(ptrs=tuple(ptrs), lens=tuple(lens), shared=shared)
+        is_addressable = self._engine.worker.device.is_addressable
+        return Buffers(ptrs=tuple(ptrs), lens=tuple(lens), shared=shared, is_addressable=is_addressable)
 
     async def stop(self) -> None:
         """Ends every stream, pull and lease, then the engine. Gateways see a broken stream and go round again."""

@@ -147,7 +147,7 @@ class Reader:
         self._buffers = buffers
         self._pull_timeout_s = pull_timeout_s
         self._digest_sample_rate = digest_sample_rate
-        self._kv_digests = KvDigests(layout.of_rank(0), buffers)
+        self._kv_digests = KvDigests(layout.of_rank(0), buffers) if buffers.is_addressable else None
         self._random = Random()
         self._observe = observe  # told of each confirmed pull
         self.counts = PullCounts()
@@ -316,7 +316,9 @@ class Reader:
         )  # fmt: skip
 
     def _digests(self, peer: Peer, order: PullOrder, source_tables: BlockTables) -> Digests:
-        """Of some of what the pull has brought, drawn anew each time."""
+        """Of some of what the pull has brought, drawn anew each time; none of memory that the host cannot read."""
+        if self._kv_digests is None:
+            return {}
         assert peer.sampler is not None
         num_tokens, rate = order.ticket.num_tokens, self._digest_sample_rate
         drawn = peer.sampler.draw(source_tables, order.tables, order.first_token, num_tokens, rate, self._random)

@@ -86,6 +86,9 @@ class StagedPlane:
         return self._plane.serve(self._mirror.buffers, _FetchingGuard(guard, self._mirror))
 
     def connect(self, endpoint: Mapping[str, object], token: bytes, buffers: Buffers) -> PlaneReader:
+        """`buffers` are the device's, or memory of the host, which is filled without the mirror."""
+        if buffers.is_addressable:
+            return self._plane.connect(endpoint, token, buffers)
         return _StagedReader(self._plane.connect(endpoint, token, self._mirror.buffers), self._mirror)
 
 

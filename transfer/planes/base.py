@@ -49,11 +49,15 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """The memory of one engine's cache: address and bytes per buffer, and the shared file they lie in, if any."""
+    """The memory of one engine's cache: address and bytes per buffer, and the shared file they lie in, if any.
+
+    `is_addressable`: the addresses are those of memory that the host's processor can read.
+    """
 
     ptrs: tuple[int, ...]
     lens: tuple[int, ...]
     shared: SharedMemory | None = None
+    is_addressable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
