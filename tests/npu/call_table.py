@@ -1,4 +1,4 @@
-"""The table of NPU calls in docs/npu-calls.md: `python -m tests.npu.call_table` writes it, a test compares.
+"""The table of NPU calls in deploy/npu-calls.md: `python -m tests.npu.call_table` writes it, a test compares.
 
 Every family prefills two prompts and decodes a token of each on an emulated NPU; each distinct call is listed once.
 """
@@ -21,7 +21,7 @@ from tests.npu.emulator import EmulatedNpu
 from tests.npu.families import BLOCK, FAMILIES
 from tests.npu.schemas import SCHEMAS
 
-PATH = Path(__file__).parent.parent.parent / "docs" / "npu-calls.md"
+PATH = Path(__file__).parent.parent.parent / "deploy" / "npu-calls.md"
 _STEPS = [{0: list(range(3, 145)), 1: [7, 8]}, {0: [5], 1: [9]}]
 _HEAD = """# What is called on an NPU
 
