@@ -56,8 +56,8 @@ def door_of(server: ShmServer) -> str:
 
 def knock(server: ShmServer) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(address_of(door_of(server)))  # waits for a place in the queue, which a timeout would not
     sock.settimeout(WAIT_S)
-    sock.connect(address_of(door_of(server)))
     return sock
 
 
@@ -192,6 +192,20 @@ def test_silent_strangers_take_each_others_place_but_no_readers(
         sock.close()
 
 
+def test_a_full_queue_at_the_door_is_waited_for(server: ShmServer, dest: Region) -> None:
+    rogue = Rogue(send_with(text=b"not here"))
+    crowd = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            crowd.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            crowd[-1].setblocking(False)
+            crowd[-1].connect(address_of(rogue.door))
+    error = rogue.meet(dict(server.endpoint), dest.buffers, num_before=len(crowd) - 1)
+    assert str(error) == "not here"
+    for sock in crowd:
+        sock.close()
+
+
 def test_readers_are_limited_and_one_that_goes_makes_room(source: Region, dest: Region) -> None:
     server = ShmServer(source.buffers, Open(), HERE, max_readers=1)
     with knock(server) as first, knock(server) as second:
@@ -220,11 +234,14 @@ class Rogue:
         self._listener.settimeout(WAIT_S)
         self._answer = answer
 
-    def meet(self, endpoint: dict[str, object], buffers: Buffers) -> Exception | None:
+    def meet(self, endpoint: dict[str, object], buffers: Buffers, *, num_before: int = 0) -> Exception | None:
+        """What the reader gets for it, whose turn comes after `num_before` others."""
         with ThreadPoolExecutor(1) as pool, self._listener:
             reader: Future[ShmReader] = pool.submit(
                 PLANE.connect, {**endpoint, "door": self.door}, SECRET, buffers
             )  # fmt: skip
+            for _ in range(num_before):
+                self._listener.accept()[0].close()
             sock, _ = self._listener.accept()
             with sock:
                 sock.settimeout(WAIT_S)

@@ -19,6 +19,7 @@ import fcntl
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from transfer.planes.gate import Gate
 from transfer.planes.mapping import ReadOnlyMapping
 from transfer.planes.shm_server import MAX_ANSWER_BYTES, OPEN, ShmServer, address_of
 
-CONNECT_S = 5.0  # for any one step of getting in
+CONNECT_S = 5  # whole seconds for any one step of getting in
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 
@@ -79,7 +80,8 @@ class ShmPlane:
 def _enter(door: str, token: bytes) -> tuple[socket.socket, int]:
     """The connection and the descriptor that came over it. Raises PlaneUnavailable with the holder's reason."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.settimeout(CONNECT_S)
+    for limit in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # with Python's timeout a full queue would not be waited for
+        connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", CONNECT_S, 0))
     try:
         connection.connect(address_of(door))
         connection.send(token)
