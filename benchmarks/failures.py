@@ -38,7 +38,7 @@ CANCEL_AIM_MS, KILLED_AIM_MS, SILENT_AIM_MS, STEPS_AIM = 100.0, 2000.0, 3000.0, 
 KV_CACHE_BYTES = 2**29
 LEASE_S = 60.0  # so that no lease ends by itself
 PULLS = 6
-SHORT_STEP_TOKENS = 64
+SHORT_STEP_TOKENS = 32  # a step of some 40 ms on one core, as accelerators have with their prompts
 DEFAULT_STEP_TOKENS = EngineSettings().max_num_batched_tokens
 SCENES = ("cancels", "pulls", "losses")
 
@@ -94,7 +94,7 @@ class Bench:
         rounds = {SHORT_STEP_TOKENS: self._num_cancels, DEFAULT_STEP_TOKENS: self._num_cancels // 4}
         for step_tokens, num_cancels in rounds.items():
             progress.print(f"{num_cancels} cancels, steps of {step_tokens} tokens")
-            async with self._node("prefill", max_num_seqs=2, step_tokens=step_tokens) as holder:  # half of them queue
+            async with self._node("prefill", max_num_seqs=1, step_tokens=step_tokens) as holder:  # half of them queue
                 pair = await Pair.meet(self._directory, holder, reader)
                 times, stages = await cancelled(pair, story, self._watch, num_cancels, self._source)
                 figures |= {f"cancel_{step_tokens}_ms": times, f"cancelled_{step_tokens}_at": dict(stages)}

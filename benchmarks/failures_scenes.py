@@ -30,7 +30,7 @@ from pd_service.request import EngineRequest, EngineSampling, RequestId, Ticket,
 GIVE_UP_S = 30.0
 LASTS_S = 0.05  # a request on its way when its engine looked free would show within this time
 
-CANCELLED_AT_ONCE, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 128, 12
+CANCELLED_AT_ONCE, PROMPT_TOKENS, OUTPUT_TOKENS = 2, 128, 12
 LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 2048, 64
 STREAMS, STREAM_TOKENS, PULLED_TOKENS = 4, 3000, 1024
 
