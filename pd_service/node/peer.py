@@ -125,6 +125,8 @@ class Peer:
             self.plane_reason = "; ".join(reasons) or "first choice"
             logger.info("data plane to %s: %s (%s)", self.address, self.plane_name, self.plane_reason)
             return
+        if self._stream.done():  # nobody is left to be reached, which says nothing of the planes
+            raise TransferFailed(f"{self.address} was lost during the handshake", TransferFailure.PEER_LOST)
         self._refuse("is reached by no data plane", reasons)
 
     def _join(self, plane: Plane, endpoint: bytes, token: bytes, buffers: Buffers) -> None:
