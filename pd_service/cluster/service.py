@@ -189,9 +189,17 @@ async def _running_controller(
             f"ray.namespace: a service named {name!r} runs in this Ray cluster; stop it, or choose another name"
         ) from error
     try:
-        yield await controller.address.remote()
+        yield await _address_of(controller)
     finally:
         await _stop_controller(controller)
+
+
+async def _address_of(controller: Any) -> str:
+    try:
+        address: str = await controller.address.remote()
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"the controller cannot start: {error}") from error
+    return address
 
 
 async def _stop_controller(controller: Any) -> list[str]:
