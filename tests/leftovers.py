@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """The event loop's own pool of threads, which grows for a while, is not counted."""
+    """Pools of threads grow for a while: the event loop's own is not counted, one of pulls by its first thread."""
 
     descriptors: int
     shared_mappings: int  # of memory without a name: KV caches, here and elsewhere
@@ -27,7 +28,7 @@ class Held(NamedTuple):
 def held_by_this_process() -> Held:
     """To be called in the loop whose tasks are counted."""
     gc.collect()
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
+    threads = [thread for thread in threading.enumerate() if not re.match(r"asyncio_|pull_[1-9]", thread.name)]
     return Held(
         descriptors=len(list(Path("/proc/self/fd").iterdir())),
         shared_mappings=Path("/proc/self/maps").read_text().count("/memfd:"),

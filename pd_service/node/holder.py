@@ -38,6 +38,8 @@ from transfer.planes.base import Buffers, Plane, PlaneServer, PlaneUnavailable
 
 logger = logging.getLogger(__name__)
 
+FEW_DIGESTS = 16  # compared in less time than a thread takes to be woken
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Channel:
@@ -249,7 +251,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             case "renew":
                 return self._renew(channel, message.renew, now)
             case "confirm" if self._kv_digests and message.confirm.digests and message.confirm.lease_id in self._held:
-                self._compare_and_confirm(channel, message.confirm, self._kv_digests)
+                return self._compare_and_confirm(channel, message.confirm, self._kv_digests)
             case "confirm":
                 return self._confirm(channel, message.confirm, num_compared=0)
             case "drop":
@@ -296,9 +298,14 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         self.counts.lease_refusals += 1
         return None if self._leases.is_live(lease_id, now) else _ended(lease_id)
 
-    def _compare_and_confirm(self, channel: _Channel, asked: pb.ConfirmTicket, ours: KvDigests) -> None:
-        """Beside this loop, since memory is read: neither this channel's other messages nor other readers wait."""
+    def _compare_and_confirm(
+        self, channel: _Channel, asked: pb.ConfirmTicket, ours: KvDigests
+    ) -> pb.HolderMessage | None:
+        """The answer, or None: it comes later, since so much memory is read that others would wait."""
         theirs, tables = digests_from_wire(asked.digests), self._held[asked.lease_id].hold.tables
+        if len(theirs) <= FEW_DIGESTS:
+            differing = ours.differing(theirs, tables)
+            return self._confirm(channel, asked, num_compared=len(theirs), differing=differing)
         comparing = asyncio.get_running_loop().run_in_executor(self._comparing, ours.differing, theirs, tables)
 
         def compared(done: asyncio.Future[list[Piece]]) -> None:
@@ -307,6 +314,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
                 channel.outbox.put_nowait(answer)
 
         comparing.add_done_callback(compared)
+        return None
 
     def _confirm(
         self, channel: _Channel, asked: pb.ConfirmTicket, *, num_compared: int, differing: Sequence[Piece] = ()
