@@ -405,7 +405,8 @@ def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir:
                 await cluster.remove(name)
                 if life in (4, 19):
                     held.append(held_by_this_process())
-            assert held[0] == held[1]
+            first, last = held
+            assert first.covers(last)
 
     run_async(scenario())
 
