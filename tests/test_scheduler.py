@@ -52,6 +52,17 @@ def test_prefill_only_gives_one_token_and_holds_its_blocks_until_released() -> N
     assert driver.is_empty
 
 
+def test_a_request_cancelled_during_a_step_that_fails_hears_nothing_of_it() -> None:
+    driver = Driver()
+    driver.add(new_request("a", 5))
+    batch = driver.begin()
+    driver.scheduler.cancel(RequestId("a"))
+    driver.scheduler.fail_step(batch, RuntimeError("planned"))
+    driver.collect()
+    assert not driver.errors
+    assert driver.is_empty
+
+
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 1}, {"stop": frozenset(range(1000))}])
 def test_prefill_that_ends_with_its_first_token_holds_nothing(changes: dict[str, object]) -> None:
     driver = Driver()
