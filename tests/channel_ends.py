@@ -27,7 +27,7 @@ from pd_service.channels import server_options
 from pd_service.engine.messages import Hold, KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.node.holder import Holder
-from pd_service.node.reader import Reader
+from pd_service.node.reader import Claim, Reader
 from pd_service.request import RequestId, Ticket
 from pd_service.rpc import kv_transfer_pb2_grpc
 from tests.plane_memory import Region
@@ -145,18 +145,29 @@ class ReaderEnd:
             buffers=self.region.buffers,
             pull_timeout_s=timeout_s,
         )
+        self.lost: list[KvFailed] = []  # of claims
+
+    def claim(self, ticket: Ticket, name: str = "r") -> Claim:
+        """Of a request that only queues."""
+        self.reader.claim(RequestId(name), ticket, self.lost.append)
+        return self.reader._claims[RequestId(name)]
 
     async def pull(self, ticket: Ticket, index: int = 0) -> PullStats:
         """Claims and pulls into the blocks of `index`. Raises what the pull ends with."""
-        request_id = RequestId(uuid.uuid4().hex)
-        ended: asyncio.Future[KvArrived | KvFailed] = asyncio.get_running_loop().create_future()
-        self.reader.claim(request_id, ticket)
-        order = PullOrder(request_id=request_id, ticket=ticket, first_token=0, tables={ATTN_TYPE: ticket_blocks(index)})
-        self.reader.pull(order, ended.set_result)
-        result = await ended
+        name = uuid.uuid4().hex
+        self.claim(ticket, name)
+        result = await self.order(ticket, name, index)
         if isinstance(result, KvFailed):
             raise result.error
         return result.stats
+
+    async def order(self, ticket: Ticket, name: str = "r", index: int = 0) -> KvArrived | KvFailed:
+        """The pull of this request, claimed or not, into the blocks of `index`."""
+        ended: asyncio.Future[KvArrived | KvFailed] = asyncio.get_running_loop().create_future()
+        tables = {ATTN_TYPE: ticket_blocks(index)}
+        order = PullOrder(request_id=RequestId(name), ticket=ticket, first_token=0, tables=tables)
+        self.reader.pull(order, ended.set_result)
+        return await ended
 
     def has_right_bytes(self, index: int, part: slice = WHOLE) -> bool:
         """The pull of `index` has brought what every holder has there, to this part of the bytes of each buffer."""
@@ -311,9 +322,7 @@ async def _hold(port: str, planes: str, num_tickets: str, num_complete: str) -> 
 
 async def _keep_open(planes: str, ticket: str) -> None:
     end = ReaderEnd([make_plane(name, host="127.0.0.1") for name in planes.split(",")])
-    request_id = RequestId("r")
-    end.reader.claim(request_id, _ticket_from_json(json.loads(ticket)))
-    await end.reader._claims[request_id].opening
+    await end.claim(_ticket_from_json(json.loads(ticket))).opening
     print("opened", flush=True)
     await _input_ends()
 

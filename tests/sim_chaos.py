@@ -216,6 +216,7 @@ async def course(seed: int, impatience: float, changes: dict[str, Any]) -> Count
             counts["cached tokens"] += engine.scheduler.counters.cached_tokens
             counts["preemptions"] += engine.scheduler.counters.preemptions
             counts["early reads"] += engine.reader.num_early_reads
+            counts["lost claims"] += engine.reader.num_lost_claims
             counts.update(f"lease {end}" for end in engine.holder.ends)
     return counts
 

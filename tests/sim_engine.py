@@ -228,7 +228,7 @@ class SimEngine:
             timer = asyncio.get_running_loop().call_later(remaining_s, self._expire, request.request_id)
             self._deadlines[request.request_id] = timer
         if request.ticket is not None:
-            self.reader.claim(request.request_id, request.ticket)
+            self.reader.claim(request.request_id, request.ticket, self._put)
         self._put(Submit(request))
 
     def cancel(self, session: Session, request_id: RequestId) -> None:

@@ -30,6 +30,7 @@ class Opened:
     def __init__(self, lease_id: str, pull_id: int, hold: Hold) -> None:
         self.lease_id, self.pull_id, self.hold = lease_id, pull_id, hold
         self._failure: TransferFailed | None = None
+        self._lost: Callable[[TransferFailed], None] = lambda _: None
         self._changed = asyncio.Event()
 
     def advance(self, hold: Hold) -> None:
@@ -39,6 +40,12 @@ class Opened:
     def fail(self, error: TransferFailed) -> None:
         self._failure = error
         self._changed.set()
+        self._lost(error)
+
+    def tell_loss(self, lost: Callable[[TransferFailed], None]) -> None:
+        self._lost = lost
+        if self._failure is not None:
+            lost(self._failure)
 
     def check(self) -> None:
         if self._failure is not None:
@@ -125,7 +132,7 @@ class Channel:
         self._fail(TransferFailed("the channel broke"), None)
 
     def _fail(self, error: TransferFailed, lease_id: str | None) -> None:
-        for (asked, _), opened in self._opened.items():
+        for (asked, _), opened in list(self._opened.items()):
             if lease_id in (None, asked):
                 opened.fail(error)
         for (_, asked, _), answer in self._answers.items():
@@ -272,9 +279,16 @@ class SimHolder:
 class _Claim:
     """A ticket in use by one request: opened at once, renewed until the pull has ended."""
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Channel, Opened]], lease_s: float) -> None:
+    def __init__(
+        self,
+        ticket: Ticket,
+        opening: asyncio.Task[tuple[Channel, Opened]],
+        lease_s: float,
+        lost: Callable[[TransferFailed], None],
+    ) -> None:
         self.ticket = ticket
         self.opening = opening
+        self._lost = lost
         self._lease_s = lease_s
         self._renewal: asyncio.TimerHandle | None = None
         self._has_ended = False
@@ -282,12 +296,17 @@ class _Claim:
         opening.add_done_callback(self._keep)
 
     def _keep(self, opening: asyncio.Task[tuple[Channel, Opened]]) -> None:
-        if opening.cancelled() or opening.exception() is not None:
+        if opening.cancelled():
+            return
+        if (error := opening.exception()) is not None:
+            if isinstance(error, TransferFailed):
+                self._lost(error)
             return
         if self._is_abandoned:
             self._fail()
         if not self._has_ended:
             self._schedule()
+            opening.result()[1].tell_loss(self._lost)
 
     def abandon(self) -> None:
         self._is_abandoned = True
@@ -321,6 +340,7 @@ class SimReader:
         self._engine = engine
         self._channels: dict[tuple[str, str], Channel] = {}
         self.num_early_reads = 0  # that ended while the holder still computed, or may have
+        self.num_lost_claims = 0  # whose ticket failed before its pull
         self._claims: dict[RequestId, _Claim] = {}
         self._pulls: set[asyncio.Task[None]] = set()
         self._pulling: dict[RequestId, _Claim] = {}
@@ -333,9 +353,15 @@ class SimReader:
     def channels(self) -> list[Channel]:
         return list(self._channels.values())
 
-    def claim(self, request_id: RequestId, ticket: Ticket) -> None:
+    def claim(self, request_id: RequestId, ticket: Ticket, tell: Callable[[KvFailed], None]) -> None:
+        def lost(error: TransferFailed) -> None:
+            if self._claims.get(request_id) is claim:
+                self.drop(request_id)
+                self.num_lost_claims += 1
+                tell(KvFailed(request_id, error))
+
         opening = self._engine.start(self._open(ticket))
-        self._claims[request_id] = _Claim(ticket, opening, self._engine.settings.lease_s)
+        claim = self._claims[request_id] = _Claim(ticket, opening, self._engine.settings.lease_s, lost)
 
     def drop(self, request_id: RequestId) -> None:
         claim = self._claims.pop(request_id, None)
@@ -352,7 +378,7 @@ class SimReader:
     async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
         result: KvArrived | None = None
-        error = TransferFailed("the request was cancelled before its pull")
+        error = TransferFailed("the request had given up its ticket before its pull")
         try:
             if claim is not None:
                 self._pulling[order.request_id] = claim

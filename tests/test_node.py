@@ -3,20 +3,23 @@
 import asyncio
 import contextlib
 import random
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import pytest
 
-from pd_service.channels import EOF
+from pd_service.channels import EOF, end
 from pd_service.config import PROTOCOL_VERSION, EngineConfig, EngineSettings, GatewaySettings, RetrySettings
 from pd_service.engine.request_state import token_digest
 from pd_service.errors import DeadlineExceeded, InvalidRequest, TransferFailed, Unavailable
+from pd_service.gateway.engines import EngineClient
 from pd_service.models.config import fingerprint
 from pd_service.node.node import EngineNode
-from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket
+from pd_service.request import EngineRequest, EngineSampling, FinishReason, RequestId, Ticket, TokenEvent
 from pd_service.rpc import engine_pb2, engine_pb2_grpc, kv_transfer_pb2, kv_transfer_pb2_grpc
 from tests.leftovers import Held, held_by_this_process, table_sizes
 from tests.local_cluster import LocalCluster, eventually, local_cluster, new_job, run
@@ -356,6 +359,67 @@ def test_a_ticket_nobody_holds_fails_the_request_alone(tiny_model_dir: Path) -> 
             assert len(await cluster.generate(PROMPT, 4)) == 4
 
     run_async(scenario())
+
+
+@pytest.mark.parametrize("loss", ["holder dies", "lease ends", "never was"])
+def test_a_queued_request_learns_at_once_that_its_ticket_is_lost(long_model_dir: Path, loss: str) -> None:
+    """The only seat of its engine is taken for seconds."""
+
+    async def scenario() -> None:
+        settings = EngineSettings(max_num_seqs=1)
+        async with local_cluster(long_model_dir, settings=settings, kv_cache_bytes=2**24) as cluster:
+            (prefill,), (decode,) = cluster.directory.ready("prefill"), cluster.directory.ready("decode")
+            head = asyncio.create_task(_events(decode, new_request("head", max_new_tokens=15_000)))
+            await eventually(lambda: is_loaded(cluster, running=1), "the head runs")
+            held = await _events(prefill, new_request("held", prefill_only=True))
+            ticket = held[-1].ticket
+            assert ticket is not None
+            ticket = replace(ticket, lease_id="never") if loss == "never was" else ticket
+            queued = asyncio.create_task(_events(decode, new_request("queued", held[0].token_ids, ticket=ticket)))
+            if loss != "never was":
+                await eventually(lambda: is_loaded(cluster, running=1, waiting=1), "the other queues")
+            if loss == "holder dies":
+                await cluster.remove("prefill/0")
+            else:
+                cluster.nodes["prefill/0"]._holder.release_request(RequestId("held"))
+            with pytest.raises(TransferFailed):
+                await queued
+            assert not head.done()
+            status = await cluster.status("decode/1")
+            assert sum(status.pull_failures.values()) == 1
+            assert status.load.running == 1
+            await end(head)
+
+    run_async(scenario())
+
+
+async def is_loaded(cluster: LocalCluster, *, running: int, waiting: int = 0) -> bool:
+    load = (await cluster.status("decode/1")).load
+    return (load.running, load.waiting) == (running, waiting)
+
+
+async def _events(engine: EngineClient, request: EngineRequest) -> list[TokenEvent]:
+    async with aclosing(engine.run(request, None)) as events:
+        return [event async for event in events]
+
+
+def new_request(
+    name: str,
+    output: Sequence[int] = (),
+    max_new_tokens: int = 4,
+    *,
+    prefill_only: bool = False,
+    ticket: Ticket | None = None,
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        token_ids=(*PROMPT, *output),
+        num_prompt_tokens=len(PROMPT),
+        max_new_tokens=max_new_tokens,
+        sampling=EngineSampling(),
+        prefill_only=prefill_only,
+        ticket=ticket,
+    )
 
 
 def test_a_lease_that_ends_unread_frees_its_blocks(tiny_model_dir: Path) -> None:

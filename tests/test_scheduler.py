@@ -423,6 +423,51 @@ def test_a_failed_pull_fails_its_request_alone() -> None:
     assert driver.is_empty
 
 
+def test_a_lost_ticket_fails_its_waiting_request_while_others_run_and_makes_way_for_the_next() -> None:
+    driver = Driver(num_blocks=6)
+    driver.add(new_request("head", 9))
+    driver.add(new_request("big", 17, with_ticket=True))
+    driver.add(new_request("small", 5))
+    batch = driver.begin()
+    assert [scheduled.state.request_id for scheduled in batch] == ["head"]
+    driver.scheduler.kv_failed(RequestId("big"), TransferFailed("lost"))
+    driver.collect()
+    assert isinstance(driver.errors["big"], TransferFailed)
+    assert driver.scheduler.load().waiting == 0
+    driver.end(batch)
+    driver.run()
+    assert not driver.orders
+    assert [len(driver.tokens[name]) for name in ("head", "small")] == [4, 4]
+    assert driver.is_empty
+
+
+def test_a_ticket_that_is_lost_while_its_pull_is_ordered_fails_its_request_once() -> None:
+    driver = Driver()
+    driver.add(new_request("a", 9, with_ticket=True))
+    assert driver.pulls == ["a"]
+    driver.scheduler.kv_failed(RequestId("a"), TransferFailed("its claim says so"))
+    driver.collect()
+    assert str(driver.errors["a"]) == "its claim says so"
+    assert driver.is_empty
+    driver.scheduler.kv_failed(RequestId("a"), TransferFailed("its order found no claim"))
+    assert driver.scheduler.take_output() is None
+    assert driver.scheduler.counters.ignored_messages == 1
+
+
+def test_a_request_that_waits_to_be_recomputed_has_no_ticket_to_lose() -> None:
+    driver = Driver(num_blocks=8, budget=8)
+    for name in "ab":
+        driver.add(new_request(name, 9, max_new_tokens=16, with_ticket=True))
+        driver.arrive(name)
+    while not driver.scheduler.counters.preemptions:
+        driver.step()
+    (waiting,) = driver.scheduler._waiting
+    driver.scheduler.kv_failed(waiting.request_id, TransferFailed("late"))
+    assert driver.scheduler.counters.ignored_messages == 1
+    driver.run()
+    assert [len(driver.tokens[name]) for name in "ab"] == [16, 16]
+
+
 def test_a_failed_step_fails_its_requests_alone() -> None:
     driver = Driver(budget=8)
     driver.add(new_request("a", 5))
@@ -481,6 +526,7 @@ class SchedulerLaws(RuleBasedStateMachine):
         self.requests: dict[str, object] = {}
         self.cancelled: set[str] = set()
         self.batch: list[object] = []
+        self.lost: set[str] = set()  # whose ticket was lost before a pull could end
         self.count = 0
 
     attn_types = ("FullAttention", "SlidingWindow")
@@ -537,12 +583,21 @@ class SchedulerLaws(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.booleans())
     def pull_ends(self, data: st.DataObject, fails: bool) -> None:
         name = data.draw(st.sampled_from(self.driver.pulls))
-        if fails:
+        if fails or name in self.lost:
             self.driver.pulls.remove(name)
             self.driver.scheduler.kv_failed(RequestId(name), TransferFailed("lost"))
             self.driver.collect()
         else:
             self.driver.arrive(name)
+
+    @rule(data=st.data())
+    def ticket_is_lost(self, data: st.DataObject) -> None:
+        """Of a request that waits, or whose pull has been ordered and not begun."""
+        states = self.driver.scheduler._requests.values()
+        name = data.draw(st.sampled_from(["", *sorted(state.request_id for state in states if state.takes_ticket)]))
+        self.lost.add(name)
+        self.driver.scheduler.kv_failed(RequestId(name), TransferFailed("lost"))
+        self.driver.collect()
 
     @precondition(lambda self: self.driver.held)
     @rule()

@@ -10,17 +10,19 @@ from dataclasses import replace
 
 import pytest
 
-from pd_service.errors import TransferFailed
-from pd_service.request import RequestId
+from pd_service.engine.messages import KvFailed
+from pd_service.errors import TransferFailed, TransferFailure
 from tests.channel_ends import (
     LENS,
     NETWORK_PLANES,
     NUM_BLOCKS,
     HalfwayPlane,
+    blocks_of,
     holder_child,
     holder_end,
     reader_child,
     reader_end,
+    ticket_blocks,
     until,
 )
 from tests.one_loop import run_async
@@ -60,20 +62,23 @@ def test_a_killed_holder_fails_its_pulls_alone_and_is_forgotten_without_a_succes
     run_async(scenario())
 
 
-def test_a_killed_holder_fails_tickets_that_only_wait() -> None:
+def test_a_killed_holder_fails_tickets_that_only_wait_once_each() -> None:
+    """The order to pull one of them was on its way: it reads nothing."""
+
     async def scenario() -> None:
         async with holder_child(["tcp"], num_tickets=3) as holder, reader_end("tcp") as end:
-            for ticket in holder.told.tickets:
-                end.reader.claim(RequestId(ticket.lease_id), ticket)
-            claims = dict(end.reader._claims)
-            opened = [await claim.opening for claim in claims.values()]
+            tickets = holder.told.tickets
+            opened = [await end.claim(ticket, ticket.lease_id).opening for ticket in tickets]
             holder.kill()
-            await until(lambda: not end.reader._peers, "the holder is forgotten")
+            await until(lambda: len(end.lost) == 3, "all three are lost")
             for peer, one in opened:
                 with pytest.raises(TransferFailed, match=r"broke|closed"):
                     await peer.confirm(one)
-            for request_id in claims:
-                end.reader.drop(request_id)
+            before = blocks_of(end.region, ticket_blocks(0))
+            assert isinstance(await end.order(tickets[0], tickets[0].lease_id), KvFailed)
+            assert blocks_of(end.region, ticket_blocks(0)) == before
+            assert {failed.request_id for failed in end.lost} == {ticket.lease_id for ticket in tickets}
+            assert end.reader.counts.failures == {TransferFailure.PEER_LOST: 3}
             await until(lambda: end.is_forgotten(), "nothing of the holder is left")
 
     run_async(scenario())
@@ -212,14 +217,12 @@ def test_a_network_that_falls_silent_is_noticed_on_both_sides() -> None:
             network = SilentNetwork(int(holder.holder.address.rpartition(":")[2]))
             address = await network.start()
             ticket = replace(holder.hold(0), address=address)
-            end.reader.claim(RequestId("r"), ticket)
-            peer, opened = await end.reader._claims[RequestId("r")].opening
+            peer, opened = await end.claim(ticket).opening
             network.fall_silent()
             answer = asyncio.create_task(peer.confirm(opened))
             await until(lambda: holder.released == ["r0"], "the holder has noticed")
             with pytest.raises(TransferFailed, match="broke"):
                 await answer
-            end.reader.drop(RequestId("r"))
             await until(lambda: end.is_forgotten() and holder.is_empty(), "neither knows the other")
             await network.close()
 

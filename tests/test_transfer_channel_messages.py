@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pd_service.engine.messages import KvArrived
 from pd_service.errors import TransferFailed
 from pd_service.node.node import EngineNode
 from pd_service.request import RequestId
@@ -30,10 +32,9 @@ def test_a_claim_that_is_given_up_before_its_pull_is_told_to_the_holder_at_once(
     async def scenario() -> None:
         async with holder_end() as holder, reader_end("shm") as one, reader_end("tcp") as two:
             ticket = holder.hold(0)
-            one.reader.claim(RequestId("r"), ticket)
+            opening = one.claim(ticket).opening
             if is_opened:
                 await until(lambda: num_reading(holder) == 1, "the ticket is opened")
-            opening = one.reader._claims[RequestId("r")].opening
             one.reader.drop(RequestId("r"))
             await opening
             await until(lambda: num_reading(holder) == 0, "the holder knows")
@@ -41,6 +42,65 @@ def test_a_claim_that_is_given_up_before_its_pull_is_told_to_the_holder_at_once(
             await two.pull(ticket)
             assert two.has_right_bytes(0)
             assert holder.released == ["r0"]
+            assert not one.lost
+
+    run_async(scenario())
+
+
+def test_a_ticket_that_ends_while_its_request_queues_is_lost_once() -> None:
+    """Also one that has never been, whose opening is refused. A second pull's ticket is not disturbed."""
+
+    async def scenario() -> None:
+        async with holder_end() as holder, reader_end("shm") as end:
+            released, withdrawn, other = holder.hold(0), holder.hold(1, is_complete=False), holder.hold(2)
+            end.claim(replace(other, lease_id="never"), "refused")
+            for name, ticket in (("released", released), ("withdrawn", withdrawn), ("other", other)):
+                await end.claim(ticket, name).opening
+            holder.holder.release(released.lease_id)
+            holder.holder.withdraw(RequestId("r1"))
+            await until(lambda: len(end.lost) == 3, "the three are lost")
+            assert [failed.request_id for failed in end.lost] == ["refused", "released", "withdrawn"]
+            assert isinstance(await end.order(other, "other", index=2), KvArrived)
+            assert sum(end.reader.counts.failures.values()) == len(end.lost) == 3
+
+    run_async(scenario())
+
+
+def test_a_ticket_that_ends_before_its_reader_has_looked_at_the_answer_is_lost_too() -> None:
+    """Opened and ended in one go of the channel's loop: the claim has not yet asked to be told."""
+
+    async def scenario() -> None:
+        async with holder_end() as holder, reader_end("shm") as end:
+            await end.pull(holder.hold(0))
+            opening = end.claim(holder.hold(1)).opening
+            peer = await end.reader._peer(holder.holder.address, holder.holder.incarnation)
+            dispatch = peer._dispatch
+
+            def dispatch_and_end(message: pb.HolderMessage | None) -> None:
+                dispatch(message)
+                peer._fail(None, TransferFailed("ended"))
+
+            peer._dispatch = dispatch_and_end  # type: ignore[method-assign]
+            await opening
+            await until(lambda: len(end.lost) == 1, "the ticket is lost")
+            assert not end.reader._claims
+
+    run_async(scenario())
+
+
+def test_a_ticket_that_fails_during_its_pull_is_told_of_by_the_pull_alone() -> None:
+    async def scenario() -> None:
+        slow = HalfwayPlane("shm")
+        async with holder_end() as holder, reader_end(slow) as end:
+            ticket = holder.hold(0)
+            pull = asyncio.create_task(end.pull(ticket))
+            await until(lambda: slow.halfway == 1, "the pull is halfway")
+            holder.holder.release(ticket.lease_id)
+            slow.may_go_on.set()
+            with pytest.raises(LOST):
+                await pull
+            assert not end.lost
+            assert sum(end.reader.counts.failures.values()) == 1
 
     run_async(scenario())
 

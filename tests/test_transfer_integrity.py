@@ -15,6 +15,7 @@ import pytest
 
 from pd_service.config import EngineSettings, GatewaySettings, RetrySettings
 from pd_service.errors import TransferFailed, TransferFailure
+from pd_service.node import holder as holder_module
 from pd_service.node import node as node_module
 from pd_service.request import EngineSampling, RequestId
 from pd_service.rpc.engine_pb2 import EngineStatus
@@ -150,14 +151,14 @@ def test_everything_is_compared_at_rate_one_and_one_piece_at_least_at_any_other(
     run_async(scenario())
 
 
-def test_a_difference_after_the_lease_has_ended_is_no_difference() -> None:
+def test_a_difference_after_the_lease_has_ended_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder's blocks have a new life then: that they differ says nothing about the plane."""
+    monkeypatch.setattr(holder_module, "FEW_DIGESTS", 0)  # all are compared in the thread
 
     async def scenario() -> None:
         async with holder_end() as holder, reader_end("shm") as end:
             ticket = holder.hold(0)
-            end.reader.claim(RequestId("r"), ticket)
-            peer, opened = await end.reader._claims[RequestId("r")].opening
+            peer, opened = await end.claim(ticket).opening
             compare, may_compare = holder.holder._kv_digests.differing, threading.Event()
 
             def late(*given: object) -> Sequence[Piece]:
@@ -186,8 +187,7 @@ def test_digests_of_what_the_holder_has_not_are_a_no_and_disturb_nobody(piece: P
     async def scenario() -> None:
         async with holder_end() as holder, reader_end("shm") as end:
             ticket = holder.hold(0)
-            end.reader.claim(RequestId("r"), ticket)
-            peer, opened = await end.reader._claims[RequestId("r")].opening
+            peer, opened = await end.claim(ticket).opening
             with pytest.raises(TransferFailed, match=f"layer {piece.layer} k_cache tokens") as failed:
                 await peer.confirm(opened, {piece: 1})
             assert failed.value.reason is TransferFailure.DIGEST

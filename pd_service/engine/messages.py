@@ -32,7 +32,10 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvFailed:
-    """The pull has ended without usable KV; nothing writes into the request's blocks any more."""
+    """The ticket is lost, or its pull has ended without usable KV; nothing writes into the request's blocks any more.
+
+    A ticket that was lost while its pull was being ordered is told of twice, and the second time means nothing.
+    """
 
     request_id: RequestId
     error: Exception

@@ -124,8 +124,10 @@ class Scheduler:
         insort(self._running, state, key=_order)
 
     def kv_failed(self, request_id: RequestId, error: Exception) -> None:
-        """The pull has ended without usable KV: the request fails, and may go round again elsewhere."""
-        state = self._received(request_id)
+        """No KV comes, whether a pull has ended or not even begun: the request fails, and may go round elsewhere."""
+        state = self._requests.get(request_id)
+        if state is None or state.status is not Status.WAITING or not state.takes_ticket:
+            state = self._received(request_id)
         if state is not None:
             self._fail(state, error if isinstance(error, PdError) else TransferFailed(str(error)))
             self._admit()

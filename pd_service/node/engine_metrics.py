@@ -108,7 +108,8 @@ def _transfer(status: EngineStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("pd_pulls_confirmed", "Pulls whose KV was used.", value=status.pulls_confirmed)
     yield CounterMetricFamily("pd_pull_bytes", "Bytes of KV of confirmed pulls.", value=status.pull_bytes)
     yield CounterMetricFamily("pd_pull_runs", "Byte runs of confirmed pulls.", value=status.pull_runs)
-    yield _counter("pd_pull_failures", "Pulls whose KV was not used, by reason.", "reason", status.pull_failures)
+    text = "Pulls whose KV was not used, and tickets lost before their pull, by reason."
+    yield _counter("pd_pull_failures", text, "reason", status.pull_failures)
 
 
 def _gauge(name: str, what: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -246,7 +246,7 @@ class EngineNode(engine_pb2_grpc.EngineServicer):
             timer = self._loop.call_later(message.deadline_ms / 1e3, self._expire, request_id)
             self._deadlines[request_id] = timer
         if request.ticket is not None:
-            self._reader.claim(request_id, request.ticket)
+            self._reader.claim(request_id, request.ticket, self._engine_loop.put)
         self._engine_loop.put(Submit(request))
 
     def _cancel(self, session: _Session, request_id: RequestId) -> None:

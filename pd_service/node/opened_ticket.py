@@ -1,12 +1,13 @@
-"""A ticket as one pull sees it: how far the holder has come, from the answer to the opening on.
+"""A ticket as one claim and its pull see it: how far the holder has come, from the answer to the opening on.
 
-The channel keeps it up to date; the pull waits until there is more to read. Once it has failed it stays so.
+The channel keeps it up to date; the pull waits until there is more to read. Once it has failed it stays so, and the
+claim is told.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -48,6 +49,7 @@ class OpenedTicket:
         self.lease_s = opened.lease_ms / 1e3
         self.completed_at: float | None = None
         self._failure: TransferFailed | None = None
+        self._lost: Callable[[TransferFailed], None] = lambda _: None
         self._changed = asyncio.Event()
         self.advance(opened.ready)
 
@@ -62,6 +64,13 @@ class OpenedTicket:
         """Nothing more comes: whoever waits, or asks later, gets the error."""
         self._failure = error
         self._changed.set()
+        self._lost(error)
+
+    def tell_loss(self, lost: Callable[[TransferFailed], None]) -> None:
+        """`lost` is called with each failure; at once if it has failed already."""
+        self._lost = lost
+        if self._failure is not None:
+            lost(self._failure)
 
     def check(self) -> None:
         """Raises TransferFailed if it has failed."""

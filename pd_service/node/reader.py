@@ -1,10 +1,11 @@
 """The reader's side of every hand-over: claims on tickets, and pulls.
 
-A claim opens its ticket when the request arrives and renews it while the request queues; the pull then reads what is
-ready, and while the holder still computes what becomes so. Of attention types that give blocks back on the way it reads
-nothing before the end. When it has all it asks the holder to confirm, and only a yes makes the KV usable. Reads run in
-threads, so that neither this loop nor the engine waits for them; no thread waits for the holder's engine. Whatever goes
-wrong ends in TransferFailed; a broken channel fails all its claims at once.
+A claim opens its ticket when the request arrives and renews it while the request queues. A ticket that is lost then
+ends its claim and fails the request at once; an order that is on its way finds no claim and reads nothing. The pull
+reads what is ready, and while the holder still computes what becomes so. Of attention types that give blocks back on
+the way it reads nothing before the end. When it has all it asks the holder to confirm, and only a yes makes the KV
+usable. Reads run in threads, so that neither this loop nor the engine waits for them; no thread waits for the holder's
+engine. Whatever goes wrong ends in TransferFailed; a broken channel fails all its claims at once.
 """
 
 from __future__ import annotations
@@ -51,11 +52,20 @@ class _Refusal(NamedTuple):
 
 
 class Claim:
-    """A ticket in use by one request: opened at once, renewed until the claim ends, dropped if it was not used."""
+    """A ticket in use by one request: opened at once, renewed until the claim ends, dropped if it was not used.
 
-    def __init__(self, ticket: Ticket, opening: asyncio.Task[tuple[Peer, OpenedTicket]]) -> None:
+    `lost` hears each failure of the ticket before the claim ends, and of its opening.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        opening: asyncio.Task[tuple[Peer, OpenedTicket]],
+        lost: Callable[[TransferFailed], None],
+    ) -> None:
         self.ticket = ticket
         self.opening = opening
+        self._lost = lost
         self.opened_at = monotonic()
         self._renewal: asyncio.TimerHandle | None = None
         self._has_ended = False
@@ -81,13 +91,18 @@ class Claim:
         opened.fail(TransferFailed("the request was cancelled", TransferFailure.CANCELLED))
 
     def _opened(self, opening: asyncio.Task[tuple[Peer, OpenedTicket]]) -> None:
-        if opening.cancelled() or opening.exception() is not None:
+        if opening.cancelled():
+            return
+        if (error := opening.exception()) is not None:
+            if isinstance(error, TransferFailed):
+                self._lost(error)
             return
         peer, opened = opening.result()
         if self._is_abandoned:
             self._fail(opened)
         if not self._has_ended:
             self._keep(peer, opened)
+            opened.tell_loss(self._lost)
         elif self._is_dropped:
             self._is_dropped = False  # said once
             peer.drop(opened)
@@ -192,9 +207,19 @@ class Reader:
             return PeerReport(problem=str(error))
         return await examine(peer, self._planes, self._layout)
 
-    def claim(self, request_id: RequestId, ticket: Ticket) -> None:
-        """The request has arrived: open its ticket now, whenever its blocks can be had."""
-        self._claims[request_id] = Claim(ticket, self._background(self._open(ticket)))
+    def claim(self, request_id: RequestId, ticket: Ticket, tell: Callable[[KvFailed], None]) -> None:
+        """The request has arrived: open its ticket now, whenever its blocks can be had.
+
+        `tell` is called at most once, when the ticket is lost before its pull: an order on its way reads nothing then.
+        """
+
+        def lost(error: TransferFailed) -> None:
+            if self._claims.get(request_id) is claim:  # else it was given up, or has a pull, which says so itself
+                self.drop(request_id)
+                self.counts.add(error)
+                tell(KvFailed(request_id, error))
+
+        claim = self._claims[request_id] = Claim(ticket, self._background(self._open(ticket)), lost)
 
     def drop(self, request_id: RequestId) -> None:
         """The request will not be pulled (any more); a pull that runs ends with the read it is at."""
@@ -205,13 +230,16 @@ class Reader:
             self._pulling[request_id].abandon()
 
     def pull(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
-        """Fills the order's blocks; `tell` is called once, when nothing writes into them any more."""
+        """Fills the order's blocks; `tell` is called once, when nothing writes into them any more.
+
+        Without a claim, which was given up or has lost its ticket, nothing is read or counted.
+        """
         self.num_pulls += 1
         self._background(self._pull_and_tell(order, tell))
 
     async def _pull_and_tell(self, order: PullOrder, tell: Callable[[KvArrived | KvFailed], None]) -> None:
         claim = self._claims.pop(order.request_id, None)
-        error = TransferFailed("the request was cancelled before its pull", TransferFailure.CANCELLED)
+        error = TransferFailed("the request had given up its ticket before its pull", TransferFailure.CANCELLED)
         result: KvArrived | None = None
         try:
             if claim is not None:
@@ -226,8 +254,8 @@ class Reader:
             if claim is not None:
                 del self._pulling[order.request_id]
                 claim.end(dropped=result is None)
+                self._count(error if result is None else result.stats)
             self.num_pulls -= 1
-            self._count(error if result is None else result.stats)
             tell(result or KvFailed(order.request_id, error))
 
     def _count(self, ended: PullStats | TransferFailed) -> None:

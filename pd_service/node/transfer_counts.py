@@ -29,7 +29,7 @@ class HolderCounts:
 
 @dataclass(slots=True)
 class PullCounts:
-    """Bytes and runs are those of confirmed pulls."""
+    """Bytes and runs are those of confirmed pulls; failures count pulls, and tickets lost before their pull."""
 
     confirmed: int = 0
     num_bytes: int = 0
