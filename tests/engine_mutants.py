@@ -129,6 +129,18 @@ MUTANTS = (
     Mutant("what is cached is pulled again", SCHEDULER, "first_token=state.cached_tokens", "first_token=0"),
     Mutant("a preempted request pulls again", SCHEDULER, "state.takes_ticket = False", "pass"),
     Mutant(
+        "who waits hears of a lost ticket only when its pull would start",
+        SCHEDULER,
+        "if state is None or state.status is not Status.WAITING or not state.takes_ticket:",
+        "if True:",
+    ),
+    Mutant(
+        "who waits to be recomputed loses a ticket it has used",
+        SCHEDULER,
+        "is not Status.WAITING or not state.takes_ticket:",
+        "is not Status.WAITING:",
+    ),
+    Mutant(
         "a held request's blocks are freed at once",
         SCHEDULER,
         "if finish is FinishReason.PREFILLED:\n            self._hold(state)",

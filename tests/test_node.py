@@ -463,10 +463,16 @@ def test_a_stopped_engine_leaves_no_descriptor_mapping_or_thread(tiny_model_dir:
     async def scenario() -> None:
         async with local_cluster(tiny_model_dir, prefill=0, settings=EngineSettings(planes=("shm", "tcp"))) as cluster:
             held: list[Held] = []
+            (reader,) = [node._reader for node in cluster.nodes.values()]
+
+            async def is_over() -> bool:
+                return not reader._tasks
+
             for life in range(20):
                 name = await cluster.add("prefill")
                 await cluster.generate(PROMPT, 3)
                 await cluster.remove(name)
+                await eventually(is_over, "the channel to the stopped engine is closed")
                 if life in (4, 19):
                     held.append(held_by_this_process())
             first, last = held

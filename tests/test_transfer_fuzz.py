@@ -333,7 +333,7 @@ def test_a_holder_that_names_no_time_is_not_flooded_with_renewals() -> None:
 
         ticket = Ticket(address="nowhere", incarnation="holder", lease_id="lease", num_tokens=8, token_digest=b"d" * 16)
         began_at = monotonic()
-        claim = Claim(ticket, asyncio.create_task(opening()))
+        claim = Claim(ticket, asyncio.create_task(opening()), lambda _: None)
         for _ in range(1_000):
             await asyncio.sleep(0)
         claim.end(dropped=False)
