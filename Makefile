@@ -59,6 +59,8 @@ proto: setup
 bench: setup
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.failures
 	$(BIN)/python -m benchmarks.serve
 	$(BIN)/python -m benchmarks.engine
 

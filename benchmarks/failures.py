@@ -133,9 +133,8 @@ def bars(figures: Figures) -> list[Bar]:
     found = []
     if "gaps_beside_ms" in figures:
         found.append(_pull_bar(figures))
-    for step_tokens, aim in ((SHORT_STEP_TOKENS, CANCEL_AIM_MS), (DEFAULT_STEP_TOKENS, None)):
-        if f"cancel_{step_tokens}_ms" in figures:
-            found.append(_cancel_bar(figures, step_tokens, aim))
+    steps = (SHORT_STEP_TOKENS, DEFAULT_STEP_TOKENS)
+    found += [_cancel_bar(figures, tokens) for tokens in steps if f"cancel_{tokens}_ms" in figures]
     for way, aim in (("killed", KILLED_AIM_MS), ("silent", SILENT_AIM_MS)):
         found += [
             _loss_bar(f"{what} {way}", figures[f"{way}_{what}_ms"], aim)
@@ -145,13 +144,13 @@ def bars(figures: Figures) -> list[Bar]:
     return found
 
 
-def _cancel_bar(figures: Figures, step_tokens: int, aim: float | None) -> Bar:
+def _cancel_bar(figures: Figures, step_tokens: int) -> Bar:
     times = figures[f"cancel_{step_tokens}_ms"]
     stages = ", ".join(f"{num} {stage}" for stage, num in sorted(figures[f"cancelled_{step_tokens}_at"].items()))
     return Bar(
         name=f"cancel to all blocks free, p99, steps of {step_tokens} tokens",
         value=percentile(times, 99),
-        aim=aim,
+        aim=CANCEL_AIM_MS,
         better="lower",
         unit="ms",
         note=f"p50 {statistics.median(times):.0f} ms of {len(times)}, a look takes {figures['resolution_ms']:.1f} ms; "

@@ -37,7 +37,8 @@ from benchmarks.report import Bar, arguments, publish
 from pd_service.channels import channel_options
 from pd_service.rpc import generation_pb2, generation_pb2_grpc
 
-AIM_MS = 10.0  # hand-over without wire
+AIM_MS = 10.0  # hand-over without wire, p50
+BUSY_STREAMS, BUSY_AIMS_MS = 8, {"p50": 3.0, "p99": 10.0}  # the same where several requests are under way
 PROMPT_TOKENS, LONG_PROMPT_TOKENS, OUTPUT_TOKENS = 128, 512, 64
 WARM_UP_TOKENS = 4
 TOKEN_RANGE = (1000, 40_000)  # ordinary tokens of the vocabularies of today
@@ -233,16 +234,20 @@ async def _stop(process: Process) -> None:
 # ---- report
 
 
-def bar(load: Load, measured: Figures) -> Bar:
+def bars(load: Load, measured: Figures) -> list[Bar]:
     without_wire, wire = measured["hand_over_without_wire_ms"], measured["wire_ms"]
-    return Bar(
-        name=f"hand-over without wire p50, {load.name}",
-        value=without_wire["p50"],
-        aim=AIM_MS,
-        better="lower",
-        unit="ms",
-        note=f"p99 {without_wire['p99']:.1f} ms; wire p50 {wire['p50']:.1f} ms",
-    )
+    aims = BUSY_AIMS_MS if load.streams == BUSY_STREAMS else {"p50": AIM_MS}
+    return [
+        Bar(
+            name=f"hand-over without wire {percent}, {load.name}",
+            value=without_wire[percent],
+            aim=aim,
+            better="lower",
+            unit="ms",
+            note=f"p50 {without_wire['p50']:.1f}, p99 {without_wire['p99']:.1f} ms; wire p50 {wire['p50']:.1f} ms",
+        )
+        for percent, aim in aims.items()
+    ]
 
 
 ROWS = {
@@ -301,9 +306,9 @@ def main() -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     Console(stderr=options.json).print(table(loads, measured))
-    bars = [bar(load, values) for load, values in zip(loads, measured, strict=True)]
+    made = [bar for load, values in zip(loads, measured, strict=True) for bar in bars(load, values)]
     details = {"cpus": os.cpu_count(), "kernel": platform.release(), "seed": seed, "loads": measured}
-    return publish("A service under load", bars, as_json=options.json, details=details)
+    return publish("A service under load", made, as_json=options.json, details=details)
 
 
 if __name__ == "__main__":

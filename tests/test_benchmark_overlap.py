@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.overlap import AIM_BEYOND_SHARE, Measured, at_least_one, bars, layerwise_bars
+from benchmarks.overlap import AIM_BEYOND_SHARE, AIM_MS, Measured, at_least_one, bars, layerwise_bars
 
 
 def measured(name: str, num_chunks: int, wire_ms: float, exposed_ms: float = 10.0) -> Measured:
@@ -26,10 +26,11 @@ def measured(name: str, num_chunks: int, wire_ms: float, exposed_ms: float = 10.
 
 def test_each_number_of_chunks_is_held_to_its_last_chunks_share_of_the_bytes() -> None:
     figures = [measured("late", 1, 8.0, 20.0), measured("early", 1, 8.0), measured("early", 4, 4.0)]
-    one, four, *_ = bars(figures, num_layers=30)
+    one, whole, four, *_ = bars(figures, num_layers=30)
+    assert (whole.value, whole.aim) == (figures[1].exposed_ms, AIM_MS)
     assert (one.value, one.aim, one.ok) == (0.5, 1.0, True)
     assert (four.value, four.aim, four.ok) == (0.5, 0.25 + AIM_BEYOND_SHARE, True)
-    assert not bars([*figures[:2], measured("early", 4, 4.1)], num_layers=30)[1].ok
+    assert not bars([*figures[:2], measured("early", 4, 4.1)], num_layers=30)[2].ok
 
 
 def test_layer_by_layer_saves_no_more_than_the_wire_and_costs_a_message_and_a_plan_for_each_layer() -> None:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from benchmarks.report import Bar, publish
 from benchmarks.serve import (
     AIM_MS,
+    BUSY_STREAMS,
     TOKEN_RANGE,
     Answer,
     Load,
-    bar,
+    bars,
     draw_prompt,
     figures,
     loads_of,
@@ -113,10 +114,17 @@ def test_figures_split_the_hand_over_into_wire_and_rest_and_count_all_tokens() -
 def test_the_bar_holds_the_rest_of_the_hand_over_to_the_aim() -> None:
     load = Load(streams=1, num_requests=1)
     for transfer_ms, is_ok in ((AIM_MS, True), (AIM_MS + 3, False)):  # the rest is 1 ms less: confirm 1, wire 2
-        made = bar(load, figures([_answer((0.1, 0.2), transfer_ms)], wall_s=1.0))
+        (made,) = bars(load, figures([_answer((0.1, 0.2), transfer_ms)], wall_s=1.0))
         assert made.name == "hand-over without wire p50, 1 stream"
         assert made.value == transfer_ms - 1
         assert made.ok is is_ok
+
+
+def test_several_requests_under_way_are_held_to_middle_and_tail() -> None:
+    load = Load(streams=BUSY_STREAMS, num_requests=2)
+    middle, tail = bars(load, figures([_answer((0.1, 0.2), ms) for ms in (2.0, 12.0)], wall_s=1.0))
+    assert (middle.value, middle.aim, middle.ok) == (6.0, 3.0, False)
+    assert (tail.value, tail.aim, tail.ok) == (pytest.approx(10.9), 10.0, False)
 
 
 # ---- loads
