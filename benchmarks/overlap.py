@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import ByteSize
 from rich.console import Console
 
-from benchmarks.engine_process import engine_process
+from benchmarks.node_process import node_process
 from benchmarks.report import Bar, arguments, publish
 from benchmarks.serve import draw_prompt
 from pd_service.config import EngineConfig, EngineSettings, GatewaySettings, Role
@@ -129,11 +129,11 @@ async def measure_all(num_tokens: int, repetitions: int, source: random.Random) 
     """Late and in one chunk, then early in each number of chunks."""
     model = fingerprint(demo_model_dir(progress.print))
     measured = []
-    async with engine_process(engine_config("decode", num_tokens, 256)) as decode:
+    async with node_process("decode", engine_config("decode", num_tokens, 256)) as decode:
         for num_chunks in NUM_CHUNKS:
             step_tokens = -(-num_tokens // num_chunks)
-            async with engine_process(engine_config("prefill", num_tokens, step_tokens)) as prefill:
-                directory = await connected(model, [prefill, decode])
+            async with node_process("prefill", engine_config("prefill", num_tokens, step_tokens)) as prefill:
+                directory = await connected(model, [prefill.member, decode.member])
                 try:
                     kinds = [("late", LateStory)] if num_chunks == 1 else []
                     for name, kind in [*kinds, ("early", RequestStory)]:
