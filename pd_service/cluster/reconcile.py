@@ -320,7 +320,8 @@ class Fleet:
     def waits_for(self, role: PoolRole, now: float) -> str:
         """Why a pool is not as asked, for people; empty when it is, or is about to be."""
         pool, alive = self.pools[role], self._of(role)
-        reasons = [f"{e.engine_id} waits: {e.reason}" for e in alive if e.state is State.STARTING and not e.is_placed]
+        unplaced = [engine for engine in alive if engine.state is State.STARTING and not engine.is_placed]
+        reasons = [f"{engine.engine_id} waits: {engine.reason}" for engine in unplaced if engine.reason]
         missing = pool.desired - sum(engine.is_active for engine in alive)
         if self.is_stopping or missing <= 0:
             return "; ".join(reasons)
