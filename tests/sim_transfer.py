@@ -1,4 +1,4 @@
-"""Holding and reading tickets in a simulated engine: the real lease table, fake channels, and a data plane that copies.
+"""Holding and reading tickets in a simulated engine: real leases and tickets, fake channels, a data plane that copies.
 
 Follows `pd_service.node.holder` and `pd_service.node.reader` step by step. The data plane is the meanest there can be:
 it reads whatever memory lies at the holder's address, a block at a time, while others go on writing there; neither an
@@ -16,48 +16,15 @@ from typing import TYPE_CHECKING, Any
 from pd_service.engine.messages import Hold, KvArrived, KvFailed, PullOrder
 from pd_service.engine.request_state import PullStats
 from pd_service.errors import TransferFailed
+from pd_service.node.holder import readiness
+from pd_service.node.opened_ticket import OpenedTicket, Ready
 from pd_service.request import RequestId, Ticket
+from pd_service.rpc import kv_transfer_pb2 as pb
 from tests.sim_network import Connection, now
 from transfer.lease import ENDED, LeaseState, LeaseTable, Pull
 
 if TYPE_CHECKING:
     from tests.sim_engine import SimEngine
-
-
-class Opened:
-    """A ticket as one pull sees it."""
-
-    def __init__(self, lease_id: str, pull_id: int, hold: Hold) -> None:
-        self.lease_id, self.pull_id, self.hold = lease_id, pull_id, hold
-        self._failure: TransferFailed | None = None
-        self._lost: Callable[[TransferFailed], None] = lambda _: None
-        self._changed = asyncio.Event()
-
-    def advance(self, hold: Hold) -> None:
-        self.hold = hold
-        self._changed.set()
-
-    def fail(self, error: TransferFailed) -> None:
-        self._failure = error
-        self._changed.set()
-        self._lost(error)
-
-    def tell_loss(self, lost: Callable[[TransferFailed], None]) -> None:
-        self._lost = lost
-        if self._failure is not None:
-            lost(self._failure)
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    async def more_than(self, num_tokens: int) -> Hold:
-        while True:
-            self.check()
-            if self.hold.num_ready > num_tokens or self.hold.next_token is not None:
-                return self.hold
-            self._changed.clear()
-            await self._changed.wait()
 
 
 class Channel:
@@ -68,22 +35,22 @@ class Channel:
         self._holder = holder
         self._timeout_s = timeout_s
         self._answers: dict[tuple[str, str, int], asyncio.Future[Any]] = {}
-        self._opened: dict[tuple[str, int], Opened] = {}
+        self._opened: dict[tuple[str, int], OpenedTicket] = {}
         self._pull_ids = itertools.count(1)
         self.is_broken = False
         connection.on_cut(self._break)
         connection.on_cut(lambda: holder.forget(self))
 
-    async def open(self, lease_id: str) -> Opened:
+    async def open(self, lease_id: str) -> OpenedTicket:
         pull_id = next(self._pull_ids)
         try:
-            opened: Opened = await self.ask("open", lease_id, pull_id)
+            opened: OpenedTicket = await self.ask("open", lease_id, pull_id)
         except (TransferFailed, asyncio.CancelledError):
             self.drop(lease_id, pull_id)
             raise
         return opened
 
-    async def confirm(self, opened: Opened) -> bool:
+    async def confirm(self, opened: OpenedTicket) -> bool:
         opened.check()
         try:
             is_right: bool = await self.ask("confirm", opened.lease_id, opened.pull_id)
@@ -116,13 +83,20 @@ class Channel:
         if answer is None or answer.done():
             return
         if isinstance(result, Hold):
-            result = self._opened[lease_id, pull_id] = Opened(lease_id, pull_id, result)
+            message = pb.TicketOpened(
+                lease_id=lease_id,
+                pull_id=pull_id,
+                ready=readiness(result),
+                num_tokens=result.num_tokens,
+                token_digest=result.token_digest,
+            )
+            result = self._opened[lease_id, pull_id] = OpenedTicket(message)
         answer.set_result(result)
 
     def progressed(self, lease_id: str, hold: Hold) -> None:
         for (asked, _), opened in self._opened.items():
             if asked == lease_id:
-                opened.advance(hold)
+                opened.advance(readiness(hold))
 
     def ended(self, lease_id: str) -> None:
         self._fail(TransferFailed("the lease has ended"), lease_id)
@@ -282,7 +256,7 @@ class _Claim:
     def __init__(
         self,
         ticket: Ticket,
-        opening: asyncio.Task[tuple[Channel, Opened]],
+        opening: asyncio.Task[tuple[Channel, OpenedTicket]],
         lease_s: float,
         lost: Callable[[TransferFailed], None],
     ) -> None:
@@ -295,7 +269,7 @@ class _Claim:
         self._is_abandoned = False
         opening.add_done_callback(self._keep)
 
-    def _keep(self, opening: asyncio.Task[tuple[Channel, Opened]]) -> None:
+    def _keep(self, opening: asyncio.Task[tuple[Channel, OpenedTicket]]) -> None:
         if opening.cancelled():
             return
         if (error := opening.exception()) is not None:
@@ -394,11 +368,10 @@ class SimReader:
     async def _pull(self, order: PullOrder, claim: _Claim) -> KvArrived:
         started_at = now()
         channel, opened = await asyncio.shield(claim.opening)
-        hold = opened.hold
-        if (hold.token_digest, hold.num_tokens) != (order.ticket.token_digest, order.ticket.num_tokens):
+        if (opened.token_digest, opened.num_tokens) != (order.ticket.token_digest, order.ticket.num_tokens):
             raise TransferFailed("the holder has other tokens under this lease than the ticket names")
         reading_at = now()
-        hold = await self._read_all(order, opened)
+        next_token = await self._read_all(order, opened)
         read_at = now()
         if not self._engine.settings.skips_confirm and not await channel.confirm(opened):
             raise TransferFailed("the holder says that the lease ended before the pull did")
@@ -406,29 +379,28 @@ class SimReader:
             received_ms=(read_at - started_at) * 1e3,
             wire_ms=(read_at - reading_at) * 1e3,
             confirm_ms=(now() - read_at) * 1e3,
-            kv_bytes=hold.num_tokens,
+            kv_bytes=opened.num_tokens,
             plane="sim",
         )
-        assert hold.next_token is not None
-        return KvArrived(order.request_id, stats, hold.next_token)
+        return KvArrived(order.request_id, stats, next_token)
 
-    async def _read_all(self, order: PullOrder, opened: Opened) -> Hold:
+    async def _read_all(self, order: PullOrder, opened: OpenedTicket) -> int:
         num_read, first = order.first_token, dict.fromkeys(order.tables, order.first_token)
         while True:
-            hold = await opened.more_than(num_read)
-            await self._read(order, hold, first)
-            if hold.next_token is not None:
-                return hold
+            ready = await opened.more_than(num_read)
+            await self._read(order, ready, first)
+            if ready.next_token is not None:
+                return ready.next_token
             self.num_early_reads += 1
-            num_read = hold.num_ready
-            first |= dict.fromkeys(hold.tables, num_read)
+            num_read = ready.num_tokens
+            first |= dict.fromkeys(ready.tables, num_read)
 
-    async def _read(self, order: PullOrder, hold: Hold, first: dict[str, int]) -> None:
+    async def _read(self, order: PullOrder, ready: Ready, first: dict[str, int]) -> None:
         """Copies block by block, paired by logical index; like a plane's own, its time limit ends it for good."""
         engine, size = self._engine, self._engine.settings.block_size
         deadline = now() + engine.settings.pull_timeout_s
-        for attn_type, table in hold.tables.items():
-            blocks = slice(first[attn_type] // size, -(-hold.num_ready // size))
+        for attn_type, table in ready.tables.items():
+            blocks = slice(first[attn_type] // size, -(-ready.num_tokens // size))
             for source, target in zip(table[blocks], order.tables[attn_type][blocks], strict=True):
                 if not source or not target:
                     continue
@@ -440,7 +412,7 @@ class SimReader:
                     raise TransferFailed("nothing answers at the holder's address")
                 engine.cache.write_block(attn_type, target, holder.cache.read_block(attn_type, source))
 
-    async def _open(self, ticket: Ticket) -> tuple[Channel, Opened]:
+    async def _open(self, ticket: Ticket) -> tuple[Channel, OpenedTicket]:
         channel = await self._channel(ticket)
         return channel, await channel.open(ticket.lease_id)
 

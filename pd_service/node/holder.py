@@ -143,7 +143,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
         if hold.next_token is not None:
             self._leases.complete(lease_id, monotonic())
             self._set_timer()
-        progress = pb.HolderMessage(progress=pb.TicketProgress(lease_id=lease_id, ready=_readiness(hold)))
+        progress = pb.HolderMessage(progress=pb.TicketProgress(lease_id=lease_id, ready=readiness(hold)))
         for channel in held.readers:
             self._guard.admit(lease_id, channel.token, hold.tables)
             channel.outbox.put_nowait(progress)
@@ -281,7 +281,7 @@ class Holder(kv_transfer_pb2_grpc.KvTransferServicer):
             opened=pb.TicketOpened(
                 lease_id=asked.lease_id,
                 pull_id=asked.pull_id,
-                ready=_readiness(held.hold),
+                ready=readiness(held.hold),
                 num_tokens=held.hold.num_tokens,
                 token_digest=held.hold.token_digest,
                 lease_ms=int(self._lease_s * 1e3),
@@ -369,6 +369,7 @@ def _ended(lease_id: str) -> pb.HolderMessage:
     return pb.HolderMessage(ended=pb.TicketEnded(lease_id=lease_id, reason="unknown"))
 
 
-def _readiness(hold: Hold) -> pb.Readiness:
+def readiness(hold: Hold) -> pb.Readiness:
+    """What readers are told of how far a request has come."""
     tables = [pb.BlockTable(attn_type=attn_type, block_ids=ids) for attn_type, ids in hold.tables.items()]
     return pb.Readiness(tables=tables, num_tokens=hold.num_ready, next_token=hold.next_token)
